@@ -14,13 +14,15 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from selfspec.errors import SelfspecError
+
 Domain = Literal["chat", "maths", "code", "prose"]
 DOMAINS: tuple[Domain, ...] = ("chat", "maths", "code", "prose")
 Split = Literal["train", "validation", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "heldout")
 
 
-class ConfigError(ValueError):
+class ConfigError(SelfspecError, ValueError):
     """params.yaml does not satisfy the schema; the message is fit to print as it stands."""
 
 

@@ -1,0 +1,32 @@
+"""What every stage script shares: read params.yaml, run, and fail in one line."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable
+
+from selfspec.config import Config, load
+from selfspec.errors import SelfspecError
+
+
+def run(stage: Callable[[Config], None]) -> None:
+    """Run ``stage`` on the validated params.yaml of the current folder.
+
+    A ``SelfspecError`` (bad parameter, missing resource, …) becomes its message on stderr and exit
+    code 2. ``--help`` prints the docstring of the stage's module.
+    """
+    module = inspect.getmodule(stage)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m stages.{stage.__code__.co_filename.rsplit('/', 1)[-1].removesuffix('.py')}",
+        description=(module and module.__doc__) or stage.__doc__,
+        epilog="Parameters come from params.yaml; `dvc exp run -S section.name=value` overrides one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args()
+    try:
+        stage(load())
+    except SelfspecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
