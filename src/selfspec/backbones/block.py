@@ -1,0 +1,133 @@
+"""A decoder layer taken apart: what comes before attention, and what comes after.
+
+Training a recursive head and verifying ragged drafts both need attention patterns that a stock
+decoder layer does not offer. ``Block`` runs everything *around* attention with the layer's own
+sub-modules; ``FusedBlock`` is the same arithmetic with fewer, larger kernels, for inference.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from selfspec.backbones.load import BackboneError
+
+# Families whose decoder layer is: norm, q/k/v (+ optional per-head norms), rotary, attention,
+# o_proj, residual, norm, gated MLP, residual. Others fit once an adapter like Block exists.
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Refuse families whose layers this module does not describe.
+
+    Raises:
+        BackboneError: naming the family and what is missing.
+    """
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise BackboneError(
+            f"backbone: model type {config.model_type!r} has no block adapter; "
+            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}. Add one in src/selfspec/backbones/block.py"
+        )
+    if getattr(config, "use_sliding_window", False) or (
+        config.model_type == "mistral" and getattr(config, "sliding_window", None)
+    ):
+        raise BackboneError(
+            "backbone: sliding-window attention is not supported; set sliding_window to null if prompts fit"
+        )
+
+
+class BlockLike(Protocol):
+    """What attention code needs from a decoder layer."""
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[..., heads, head_dim]``, keys and values ``[..., kv_heads, head_dim]``, before rotary."""
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream after attention output ``[..., heads * head_dim]`` and the MLP, ``[..., hidden]``."""
+
+
+class Block:
+    """The sub-modules of one ``transformers`` decoder layer; differentiable."""
+
+    def __init__(self, layer: nn.Module, head_dim: int) -> None:
+        self.layer: Any = layer
+        self.head_dim = head_dim
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention = self.layer.self_attn
+        normed = self.layer.input_layernorm(x)
+        q, k, v = (
+            projection(normed).unflatten(-1, (-1, self.head_dim))
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        return q, k, v
+
+    def kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values alone: all that a position without a loss contributes."""
+        attention = self.layer.self_attn
+        normed = self.layer.input_layernorm(x)
+        k, v = (p(normed).unflatten(-1, (-1, self.head_dim)) for p in (attention.k_proj, attention.v_proj))
+        if hasattr(attention, "k_norm"):
+            k = attention.k_norm(k)
+        return k, v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.layer.self_attn.o_proj(attended)
+        return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+
+
+def _bias(linears: list[Any]) -> Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    return torch.cat([
+        torch.zeros(linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device)
+        if linear.bias is None
+        else linear.bias
+        for linear in linears
+    ])
+
+
+class FusedBlock:
+    """The same layer with merged projections; a copy of the weights, no gradients."""
+
+    def __init__(self, layer: Any, head_dim: int, dtype: torch.dtype) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.head_dim = head_dim
+        self.sizes = [p.out_features for p in projections]
+
+        def cast(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.detach().to(dtype).contiguous()
+
+        self.qkv_weight = cast(torch.cat([p.weight for p in projections]))
+        self.qkv_bias = cast(_bias(projections))
+        self.o_weight, self.o_bias = cast(attention.o_proj.weight), cast(attention.o_proj.bias)
+        gate_up = [mlp.gate_proj, mlp.up_proj]
+        self.gate_up_weight, self.gate_up_bias = cast(torch.cat([p.weight for p in gate_up])), cast(_bias(gate_up))
+        self.down_weight, self.down_bias = cast(mlp.down_proj.weight), cast(mlp.down_proj.bias)
+        self.activation = mlp.act_fn
+        self.input_norm, self.post_norm = cast(layer.input_layernorm.weight), cast(layer.post_attention_layernorm.weight)
+        self.eps = layer.input_layernorm.variance_epsilon
+        self.q_norm = cast(attention.q_norm.weight) if hasattr(attention, "q_norm") else None
+        self.k_norm = cast(attention.k_norm.weight) if hasattr(attention, "k_norm") else None
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = F.rms_norm(x, x.shape[-1:], self.input_norm, self.eps)
+        merged = F.linear(normed, self.qkv_weight, self.qkv_bias)  # type: ignore[arg-type]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in merged.split(self.sizes, dim=-1))
+        if self.q_norm is not None:
+            q = F.rms_norm(q, (self.head_dim,), self.q_norm, self.eps)
+            k = F.rms_norm(k, (self.head_dim,), self.k_norm, self.eps)
+        return q, k, v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + F.linear(attended, self.o_weight, self.o_bias)  # type: ignore[arg-type]
+        normed = F.rms_norm(x, x.shape[-1:], self.post_norm, self.eps)
+        gate, up = F.linear(normed, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)  # type: ignore[arg-type]
+        return x + F.linear(self.activation(gate) * up, self.down_weight, self.down_bias)  # type: ignore[arg-type]

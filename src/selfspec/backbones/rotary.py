@@ -1,0 +1,30 @@
+"""Rotary position tables, from the backbone's own rotary module (so that every scaling is its own)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class RotaryTable:
+    """cos and sin for positions 0..capacity-1, each ``[capacity, head_dim]``, in ``dtype``."""
+
+    def __init__(self, model: PreTrainedModel, capacity: int, dtype: torch.dtype) -> None:
+        weight = model.get_input_embeddings().weight
+        probe = torch.zeros(1, dtype=torch.float32, device=weight.device)  # its dtype is the table's before the cast
+        positions = torch.arange(capacity, device=weight.device)[None]
+        with torch.no_grad():
+            cos, sin = model.get_decoder().rotary_emb(probe, positions)
+        self.cos: Tensor = cos[0].to(dtype)
+        self.sin: Tensor = sin[0].to(dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin ``[..., 1, head_dim]`` at ``positions [...]``, ready to broadcast over heads."""
+        return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to ``x [..., heads, head_dim]`` (half-split layout, as Llama and Qwen)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,77 @@
+"""From shards to what the backbone reads: chat template for messages, a prefix for documents."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec.config import DistillConfig
+from selfspec.distill.records import Prompt
+from selfspec.errors import SelfspecError
+
+# A document shorter than this leaves nothing to continue from.
+_MIN_PREFIX_TOKENS = 8
+
+
+class DistillError(SelfspecError):
+    """The prompts cannot be completed by this backbone."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Prompts in shard order.
+
+    Attributes:
+        skipped_long: prompts over ``distill.max_prompt_tokens``, by domain.
+        missing: how many prompts fewer than asked for the shards hold, by domain.
+    """
+
+    prompts: list[Prompt]
+    skipped_long: dict[str, int]
+    missing: dict[str, int]
+
+
+def select(
+    rows: Iterable[Mapping[str, str]], counts: Mapping[str, int], config: DistillConfig, tokenizer: Any
+) -> Selection:
+    """The first ``counts[domain]`` usable records of each domain.
+
+    Raises:
+        DistillError: chat prompts, but the tokenizer has no chat template.
+    """
+    wanted = Counter({domain: count for domain, count in counts.items() if count})
+    prompts: list[Prompt] = []
+    skipped: Counter[str] = Counter()
+    for row in rows:
+        domain = row["domain"]
+        if wanted[domain] <= 0:
+            continue
+        ids = token_ids(row, config.prefix_tokens, tokenizer)
+        if len(ids) < _MIN_PREFIX_TOKENS:
+            continue
+        if len(ids) > config.max_prompt_tokens:
+            skipped[domain] += 1
+            continue
+        prompts.append(Prompt(row["id"], row["source"], row["kind"], domain, ids))
+        wanted[domain] -= 1
+        if not +wanted:
+            break
+    return Selection(prompts, dict(skipped), dict(+wanted))
+
+
+def token_ids(row: Mapping[str, str], prefix_tokens: int, tokenizer: Any) -> list[int]:
+    """Ids of one record: messages through the chat template, or the first ``prefix_tokens`` of its text."""
+    if row["kind"] == "corpus":
+        ids: list[int] = tokenizer(row["text"]).input_ids[:prefix_tokens]
+        return ids
+    if tokenizer.chat_template is None:
+        raise DistillError(
+            f"shard.sources: {row['source']} is of kind prompt, but the backbone's tokenizer has no chat template; "
+            "use corpus sources, or add a chat_template to the tokenizer"
+        )
+    return list(
+        tokenizer.apply_chat_template(json.loads(row["messages"]), add_generation_prompt=True, return_dict=False)
+    )

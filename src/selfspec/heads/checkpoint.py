@@ -1,0 +1,73 @@
+"""A trained head on disk: ``head.json`` (what it is) and ``head.safetensors`` (its weights and draft vocabulary)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from selfspec.errors import SelfspecError
+from selfspec.heads.shared import SharedHead
+from selfspec.heads.vocab import DraftVocab
+
+_VOCAB_KEY = "draft_vocab"
+
+
+class HeadError(SelfspecError):
+    """A head's files are missing, or belong to another backbone."""
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A head with what it needs to draft."""
+
+    module: SharedHead
+    vocab: DraftVocab
+    facts: dict[str, Any]
+
+
+def save(directory: Path, head: SharedHead, vocab: DraftVocab, backbone: str) -> None:
+    """Write the head with its float32 weights; the directory is created."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().float().contiguous() for name, tensor in head.state_dict().items()}
+    tensors[_VOCAB_KEY] = vocab.ids
+    save_file(tensors, directory / "head.safetensors")
+    facts = {
+        "type": "shared",
+        "depths": head.depths,
+        "backbone": backbone,
+        "hidden_size": head.eh_proj.out_features,
+        "vocab_size": len(vocab.index),
+        "draft_vocab_size": len(vocab),
+        "parameters": sum(p.numel() for p in head.parameters()),
+    }
+    (directory / "head.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> TrainedHead:
+    """Read a head for ``model`` in ``dtype`` (default: the backbone's).
+
+    Raises:
+        HeadError: no head there, or sizes that do not fit the backbone.
+    """
+    path = directory / "head.json"
+    if not path.is_file():
+        raise HeadError(f"{directory}: no trained head here; run `dvc repro train_kl` first")
+    facts = json.loads(path.read_text())
+    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    if (facts["hidden_size"], facts["vocab_size"]) != (hidden, vocab_size):
+        raise HeadError(
+            f"{directory}: head of {facts['backbone']} (hidden {facts['hidden_size']}, vocabulary {facts['vocab_size']}) "
+            f"does not fit this backbone (hidden {hidden}, vocabulary {vocab_size}); train one for it"
+        )
+    weight = model.get_input_embeddings().weight
+    tensors = load_file(directory / "head.safetensors", device=str(weight.device))
+    vocab = DraftVocab(tensors.pop(_VOCAB_KEY), vocab_size)
+    head = SharedHead(model, facts["depths"])
+    head.load_state_dict(tensors)
+    return TrainedHead(head.to(device=weight.device, dtype=dtype or weight.dtype), vocab, facts)

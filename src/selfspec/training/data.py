@@ -1,0 +1,69 @@
+"""Batches of completions with their hidden states, in a seeded order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.distill.records import Completion
+from selfspec.heads.alignment import Packed, pack
+from selfspec.training.hidden import CachedStates
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed completions.
+
+    Attributes:
+        hidden: ``[N, H]`` final-norm states of the backbone.
+        lse: ``[P]`` log-normalisers of the teacher's distribution at ``packed.teachers``.
+        ids: record ids, for error messages.
+    """
+
+    packed: Packed
+    hidden: Tensor
+    lse: Tensor
+    ids: list[str]
+
+
+class Dataset:
+    """Completions and their cached states, addressable by batch."""
+
+    def __init__(self, completions: Sequence[Completion], states: CachedStates, depths: int) -> None:
+        # A completion of one token teaches nothing beyond the backbone's own next token.
+        self.completions = completions
+        self.states = states
+        self.depths = depths
+        self.offsets = [0]
+        for completion in completions:
+            self.offsets.append(self.offsets[-1] + completion.length)
+        if self.offsets[-1] != len(states.states):
+            raise ValueError(f"{len(states.states)} hidden states for {self.offsets[-1]} tokens: rerun the hidden stage")
+        self.usable = [i for i, completion in enumerate(completions) if len(completion.completion_ids) > 1]
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        chosen = [self.completions[i] for i in indices]
+        packed = pack([torch.tensor(c.tokens) for c in chosen], [len(c.prompt_ids) for c in chosen], self.depths)
+        spans = [(self.offsets[i], self.offsets[i + 1]) for i in indices]
+        hidden = torch.cat([self.states.rows(start, end) for start, end in spans])
+        lse = torch.cat([self.states.lse[start:end] for start, end in spans])[packed.teachers]
+        return Batch(packed, hidden, lse, [c.id for c in chosen])
+
+    def batches_per_epoch(self, size: int) -> int:
+        return -(-len(self.usable) // size)
+
+    def epochs(self, size: int, seed: int) -> Iterator[Batch]:
+        """Shuffled batches without end; every epoch visits every completion once."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = [self.usable[i] for i in torch.randperm(len(self.usable), generator=generator).tolist()]
+            for start in range(0, len(order), size):
+                yield self.batch(order[start : start + size])
+
+    def once(self, size: int) -> Iterator[Batch]:
+        """Every completion once, in order."""
+        for start in range(0, len(self.usable), size):
+            yield self.batch(self.usable[start : start + size])

@@ -1,0 +1,204 @@
+"""The training loop of a head on a frozen backbone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from selfspec.backbones.load import DTYPES
+from selfspec.backbones.rotary import RotaryTable
+from selfspec.config import TrainConfig
+from selfspec.errors import SelfspecError
+from selfspec.heads.shared import SharedHead
+from selfspec.heads.vocab import DraftVocab
+from selfspec.losses import Objective, depth_weights
+from selfspec.training.chunked import Scorer, Tally, loss_and_gradient
+from selfspec.training.data import Batch, Dataset
+
+_LOG_EVERY = 20  # steps averaged into one row of the training curve
+
+
+class TrainingError(SelfspecError):
+    """Training cannot go on."""
+
+
+def schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
+    """Learning-rate factor by step: linear warm-up, then cosine, linear (both to 0) or constant."""
+    warmup = max(1, round(config.warmup_fraction * steps))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / max(1, steps - warmup)
+        if config.schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        return 1 - progress if config.schedule == "linear" else 1.0
+
+    return factor
+
+
+class MasterWeights:
+    """Float32 weights behind a module that computes in a narrower dtype.
+
+    Updates of a small learning rate vanish in bfloat16's 8 bits of mantissa; they are collected in
+    float32 and rounded once a step.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.masters = [parameter.detach().float().clone() for parameter in module.parameters()]
+        module.to(dtype)
+        self.working = list(module.parameters())
+
+    def take_gradients(self) -> Tensor:
+        """Move gradients to the masters; return their global norm."""
+        for master, working in zip(self.masters, self.working, strict=True):
+            assert working.grad is not None
+            master.grad = working.grad.float()
+            working.grad = None
+        return torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        for master, working in zip(self.masters, self.working, strict=True):
+            working.copy_(master)
+
+
+@dataclass
+class Curve:
+    """Rows of the training history (schema: docs/metrics.md)."""
+
+    rows: list[dict[str, float | int | str]]
+
+    def add(self, step: int, epoch: float, split: str, tally: Tally, learning_rate: float, norm: float | None) -> None:
+        for depth in range(len(tally.count)):
+            count = float(tally.count[depth])
+            measured = split == "validation"
+            self.rows.append({
+                "step": step,
+                "epoch": round(epoch, 4),
+                "split": split,
+                "depth": depth + 1,
+                "loss": float(tally.loss[depth]) / count,
+                "match": float(tally.match[depth]) / count if measured else math.nan,
+                "alpha": float(tally.alpha[depth]) / count if measured else math.nan,
+                "learning_rate": learning_rate,
+                "grad_norm": math.nan if norm is None else norm,
+            })
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(self.rows).to_csv(path, index=False, float_format="%.6g")
+
+
+class Trainer:
+    """One stage: an objective, a head, completions.
+
+    Args:
+        head: trained in place; its weights are ``config.dtype`` afterwards, read ``float32`` ones
+            through ``finish``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: SharedHead,
+        vocab: DraftVocab,
+        objective: Objective,
+        config: TrainConfig,
+        depth_decay: float,
+        train: Dataset,
+        validation: Dataset,
+        seed: int,
+    ) -> None:
+        self.dtype = DTYPES[config.dtype]
+        self.head, self.objective, self.config, self.seed = head, objective, config, seed
+        self.train, self.validation = train, validation
+        self.embedding = model.get_input_embeddings().weight.detach().to(self.dtype)
+        self.scorer = Scorer.of(model.get_output_embeddings().weight.detach(), vocab, self.dtype)
+        longest = max(c.length for c in [*train.completions, *validation.completions])
+        self.rotary = RotaryTable(model, longest + head.depths, self.dtype)
+        self.weights = depth_weights(head.depths, depth_decay)
+        self.masters = MasterWeights(head, self.dtype)
+        self.curve = Curve([])
+
+    def run(self) -> Curve:
+        """Train; return the history. The head then carries the final float32 weights.
+
+        Raises:
+            TrainingError: the loss became NaN or infinite; names the records of the batch.
+        """
+        config = self.config
+        per_epoch = self.train.batches_per_epoch(config.batch_sequences)
+        steps = max(1, round(config.epochs * per_epoch))
+        factor = schedule(config, steps)
+        optimizer = torch.optim.AdamW(
+            self.masters.masters, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.95), fused=True
+        )
+        batches = self.train.epochs(config.batch_sequences, self.seed)
+        validate_every = max(1, round(config.eval_every * per_epoch))
+        recent, norms = Tally.zeros(self.head.depths), 0.0
+        anchors = 0
+        with tqdm(total=steps, desc="training", unit="step", mininterval=2) as progress:
+            for step in range(1, steps + 1):
+                rate = config.learning_rate * factor(step - 1)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                batch = next(batches)
+                tally = self._loss(batch, backward=True)
+                norm = float(self.masters.take_gradients())
+                if not math.isfinite(norm) or not bool(tally.loss.isfinite().all()):
+                    raise TrainingError(
+                        f"loss or gradient is not finite at step {step} (learning_rate {rate:.3g}); lower learning_rate "
+                        f"or look at these records: {', '.join(batch.ids)}"
+                    )
+                torch.nn.utils.clip_grads_with_norm_(self.masters.masters, config.grad_clip, torch.tensor(norm))
+                optimizer.step()
+                self.masters.give_weights()
+                recent.add(tally)
+                norms += norm
+                anchors += len(batch.packed.anchors)
+                if step % _LOG_EVERY == 0 or step == steps:
+                    done = _LOG_EVERY if step % _LOG_EVERY == 0 else step % _LOG_EVERY
+                    self.curve.add(step, step / per_epoch, "train", recent, rate, norms / done)
+                    rate_now = anchors / max(progress.format_dict["elapsed"], 1e-9)
+                    progress.set_postfix_str(f"loss {float((recent.loss / recent.count) @ self.weights.double()):.3f}, {rate_now:,.0f} anchors/s")
+                    recent, norms = Tally.zeros(self.head.depths), 0.0
+                progress.update()
+                if step % validate_every == 0 or step == steps:
+                    self._validate(step, step / per_epoch, rate, progress)
+        self._restore_float32()
+        return self.curve
+
+    def _loss(self, batch: Batch, *, backward: bool, measure: bool = False) -> Tally:
+        with torch.set_grad_enabled(backward):
+            states = self.head(batch.packed, batch.hidden.to(self.dtype), self.embedding, self.rotary)
+        return loss_and_gradient(
+            states, batch, self.scorer, self.objective, self.weights, self.config.chunk_rows,
+            backward=backward, measure=measure,
+        )
+
+    def _validate(self, step: int, epoch: float, rate: float, progress: tqdm[None]) -> None:
+        total = Tally.zeros(self.head.depths)
+        for batch in self.validation.once(self.config.batch_sequences):
+            total.add(self._loss(batch, backward=False, measure=True))
+        self.curve.add(step, epoch, "validation", total, rate, None)
+        match = (total.match / total.count).tolist()
+        progress.write(f"epoch {epoch:.2f}: validation match " + " / ".join(f"{m:.3f}" for m in match))
+        if match[0] > 0.97:
+            progress.write(
+                "warning: depth-1 match above 0.97 is implausible on natural text; is the label leaking into the input?"
+            )
+
+    def _restore_float32(self) -> None:
+        self.head.float()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters.masters, self.head.parameters(), strict=True):
+                parameter.copy_(master)

@@ -1,0 +1,116 @@
+"""distill: the backbone completes the prompts of every split; token ids are kept."""
+
+import json
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from selfspec.backbones import load
+from selfspec.backbones.decoder import Decoder
+from selfspec.config import SPLITS, Config
+from selfspec.corpus import shards
+from selfspec.corpus.overlap import HeldoutIndex, shared_ngrams
+from selfspec.distill import prompts, records
+from selfspec.distill.journal import Journal, key_of
+from selfspec.distill.records import Completion, Prompt
+from selfspec.distill.writer import write_completions
+from stages._run import run
+
+SHARDS = Path("data/shards")
+OUT = Path("data/distill")
+JOURNALS = Path(".cache/distill")
+
+
+def main(cfg: Config) -> None:
+    tokenizer = load.load_tokenizer(cfg.backbone)
+    selections = {
+        split: prompts.select(
+            shards.iter_split(SHARDS, split), getattr(cfg.distill.prompts, split).model_dump(), cfg.distill, tokenizer
+        )
+        for split in SPLITS
+    }
+    for split, selection in selections.items():
+        for domain, missing in selection.missing.items():
+            print(f"note: {split} has {missing} {domain} prompts fewer than distill.prompts.{split}.{domain} asks for")
+    every = [prompt for selection in selections.values() for prompt in selection.prompts]
+    journal = Journal(
+        JOURNALS, key_of([cfg.seed, cfg.backbone.model_dump(), cfg.distill.model_dump()], every), cfg.distill.records_per_shard
+    )
+    seconds, written = complete(cfg, journal, every)
+
+    index = HeldoutIndex.from_shards(SHARDS, cfg.shard.ngram)
+    dropped: Counter[str] = Counter()
+    summary: dict[str, dict[str, float]] = {}
+    for split, selection in selections.items():
+        kept: list[Completion] = []
+        for prompt in selection.prompts:
+            completion = journal.finished[prompt.id]
+            # What the backbone writes is training text too: it must not recite a held-out prompt.
+            if split == "train" and shared_ngrams(tokenizer.decode(completion.completion_ids), index) > cfg.shard.max_shared_ngrams:
+                dropped[completion.domain] += 1
+                continue
+            kept.append(completion)
+        save(OUT / split, kept, cfg.distill.records_per_shard)
+        if split == "train":
+            summary = {
+                domain: {
+                    "prompts": len(group),
+                    "tokens": sum(len(c.completion_ids) for c in group),
+                    "eos_share": sum(c.stop == "eos" for c in group) / len(group),
+                }
+                for domain, group in sorted(records.by_domain(kept).items())
+            }
+    facts = {
+        "domains": summary,
+        "tokens": sum(int(domain["tokens"]) for domain in summary.values()),
+        "skipped_long": selections["train"].skipped_long,
+        "dropped_overlap": dict(dropped),
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(written / seconds, 1) if seconds else None,
+    }
+    Path("reports/distill.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+    print(json.dumps(facts, indent=2))
+    journal.discard()
+
+
+def complete(cfg: Config, journal: Journal, every: list[Prompt]) -> tuple[float, int]:
+    """Write what the journal lacks; returns seconds spent and tokens written in this process."""
+    remaining = journal.remaining(every)
+    if len(remaining) < len(every):
+        print(f"going on after an interrupted run: {len(every) - len(remaining)} of {len(every)} prompts are done")
+    decoder = Decoder(load.load_model(cfg.backbone))
+    written = 0
+
+    def finished(completion: Completion) -> None:
+        nonlocal written
+        written += len(completion.completion_ids)
+        journal.add(completion)
+
+    started = time.perf_counter()
+    with torch.inference_mode():
+        write_completions(
+            decoder,
+            remaining,
+            end_tokens=decoder.end_tokens,
+            max_new_tokens=cfg.distill.max_new_tokens,
+            temperature=cfg.distill.temperature,
+            batch_size=cfg.distill.batch_size,
+            seed=cfg.seed,
+            on_finished=finished,
+        )
+    journal.flush()
+    return time.perf_counter() - started, written
+
+
+def save(directory: Path, completions: list[Completion], per_shard: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    for number, start in enumerate(range(0, max(1, len(completions)), per_shard)):
+        records.write(directory / f"{number:05d}.parquet", completions[start : start + per_shard])
+
+
+if __name__ == "__main__":
+    run(main)
