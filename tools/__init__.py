@@ -1,0 +1,1 @@
+"""What keeps the repository in order; nothing of it is imported by a stage."""
