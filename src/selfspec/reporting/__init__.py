@@ -1,0 +1,1 @@
+"""What a run says about itself: merged metrics, tables, figures, notebook, page and model card."""

@@ -1,0 +1,86 @@
+"""Tables of what the head was trained on and how."""
+
+from __future__ import annotations
+
+from selfspec.config import TrainConfig
+from selfspec.reporting import text
+from selfspec.reporting.measures import order_domains
+from selfspec.reporting.report import Report
+from selfspec.reporting.text import Table
+
+
+def data(report: Report) -> Table:
+    """A row a source of the mixture: domain, licence, training tokens; weight 0 marks a held-out source."""
+    licenses = report.inputs.ledger["licenses"]
+    domains = {source.name: source.domain for source in report.config.shard.sources}
+    rows = [
+        [
+            name,
+            domains.get(name, text.MISSING),
+            licenses[name],
+            text.count(report.measures.number(f"data.source.{name}.train_tokens")),
+            ", ".join(_short(revision) for revision in report.inputs.ledger["revisions"].get(name, [])),
+        ]
+        for name in sorted(licenses)
+    ]
+    return Table(["source", "domain", "licence", "training tokens", "pinned as"], rows, prose=True)
+
+
+def _short(revision: str) -> str:
+    """``uri@pin`` with the pin cut to 12 characters, as version-control tools print it."""
+    uri, _, pin = revision.rpartition("@")
+    return f"{uri}@{pin[:12]}" if uri else revision
+
+
+def completions(report: Report) -> Table:
+    """A row a domain: prompts that the backbone completed for training, and the tokens it wrote."""
+    measures = report.measures
+    rows = [
+        [
+            domain,
+            text.count(measures.number(f"data.{domain}.prompts")),
+            text.count(measures.number(f"data.{domain}.completion_tokens")),
+        ]
+        for domain in order_domains(report.inputs.distill["domains"])
+    ]
+    return Table(["domain", "prompts", "completion tokens"], rows)
+
+
+def sizes(report: Report) -> Table:
+    """Parameters and memory of the head beside the backbone's."""
+    number = report.measures.number
+    rows = [
+        [
+            name,
+            text.millions(number(f"bench.{part}_parameters")),
+            text.mebibytes(number(f"bench.{part}_mib")),
+        ]
+        for part, name in (("backbone", "backbone"), ("head", "head"))
+    ]
+    rows.append(["peak of the timed run", text.MISSING, text.mebibytes(number("bench.peak_memory_mib"))])
+    return Table(["", "parameters", "memory"], rows)
+
+
+def training(report: Report) -> Table:
+    """The hyper-parameters, as params.yaml has them."""
+    config = report.config
+    head, loss = config.head, config.loss
+    stage_two = (
+        f"{loss.name}, eta {loss.eta:g}"
+        if loss.name == "lk_hybrid"
+        else f"{loss.name}, temperature {loss.temperature:g}"
+    )
+    rows = [
+        ["head", f"{head.type}, depths {head.depths}, depth decay {head.depth_decay:g}"],
+        ["stage 1", f"cross-entropy; {_schedule(config.train_ce)}"],
+        ["stage 2", f"{stage_two}, cross-entropy weight {loss.ce_weight:g}; {_schedule(config.train_kl)}"],
+        ["seed", str(config.seed)],
+    ]
+    return Table(["", "setting"], rows, prose=True)
+
+
+def _schedule(train: TrainConfig) -> str:
+    return (
+        f"{train.epochs:g} epochs, {train.batch_sequences} sequences a step, learning rate {train.learning_rate:g} "
+        f"({train.schedule}), {train.dtype}"
+    )

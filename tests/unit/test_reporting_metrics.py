@@ -1,0 +1,175 @@
+"""The merged metrics, and the identities that guard them."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from selfspec.errors import SelfspecError
+from selfspec.reporting import metrics
+from selfspec.reporting.errors import ReportError
+from selfspec.reporting.inputs import InputPaths, read
+from selfspec.reporting.measures import Estimate, Measures
+from tests.unit.reporting_synthetic import write_inputs
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> InputPaths:
+    write_inputs(tmp_path)
+    return InputPaths.under(tmp_path / "reports")
+
+
+def merged(paths: InputPaths) -> dict[str, float]:
+    return metrics.merge(read(paths))
+
+
+def change(path: Path, edit) -> None:
+    table = pd.read_csv(path)
+    edit(table)
+    table.to_csv(path, index=False)
+
+
+def test_acceptance_values_are_the_tables(paths):
+    found = merged(paths)
+    table = pd.read_csv(paths.accept)
+    for row in table.to_dict("records"):
+        prefix = f"accept.{row['domain']}" + ("" if row["mode"] == "teacher_forced" else f".{row['mode']}")
+        name = row["metric"] if row["metric"] == "tokens_per_round" else f"{row['metric']}_{row['depth']}"
+        for end, column in (("", "value"), ("_low", "low"), ("_high", "high")):
+            assert found[f"{prefix}.{name}{end}"] == row[column]
+        assert found[f"{prefix}.prompts"] == row["prompts"]
+
+
+def test_benchmark_values_are_the_tables_and_best_k_is_one_setting_for_all_domains(paths):
+    found = merged(paths)
+    bench = pd.read_csv(paths.bench)
+    overall = bench[(bench["domain"] == "all") & (bench["mode"] == "greedy") & (bench["method"] == "mtp")]
+    best = overall.loc[overall["speedup"].idxmax()]
+    for domain in ("chat", "maths", "code", "all"):
+        assert found[f"bench.{domain}.greedy.best_k"] == best["num_drafts"]
+        row = bench[
+            (bench["domain"] == domain)
+            & (bench["mode"] == "greedy")
+            & (bench["method"] == "mtp")
+            & (bench["num_drafts"] == best["num_drafts"])
+        ].iloc[0]
+        assert found[f"bench.{domain}.greedy.speedup"] == row["speedup"]
+        assert found[f"bench.{domain}.greedy.speedup_low"] == row["speedup_low"]
+    row = bench[(bench["domain"] == "code") & (bench["mode"] == "t0.5") & (bench["method"] == "prompt_lookup")].iloc[1]
+    assert found["bench.code.t0.5.prompt_lookup_10.speedup"] == row["speedup"]
+    ours, stock = (
+        bench[(bench["engine"] == engine) & (bench["method"] == "vanilla")].iloc[0]["tokens_per_second"]
+        for engine in ("selfspec", "transformers")
+    )
+    assert found["bench.chat.greedy.vanilla_tokens_per_second"] == ours
+    assert found["bench.chat.greedy.stock_vanilla_tokens_per_second"] == stock
+
+
+def test_training_takes_the_last_validation_and_data_sums_the_ledger(paths):
+    found = merged(paths)
+    table = pd.read_csv(paths.train_kl)
+    row = table[(table["split"] == "validation") & (table["depth"] == 2)].sort_values("step").iloc[-1]
+    assert found["train.kl.loss_2"] == row["loss"]
+    assert found["train.kl.alpha_2"] == row["alpha"]
+    assert found["data.train_tokens"] == 4 * 301_417
+    assert found["data.completion_tokens"] == json.loads(paths.distill.read_text())["tokens"]
+    assert found["data.draft_vocab_coverage"] == 0.9732
+    assert found["accept.lossless.identical"] == 36
+
+
+def test_written_file_reads_back_exactly(paths, tmp_path):
+    found = merged(paths)
+    metrics.write(found, tmp_path / "metrics.json")
+    assert json.loads((tmp_path / "metrics.json").read_text()) == found
+    assert all(type(value) is float for value in found.values())
+
+
+def test_an_empty_cell_has_no_key_and_no_nan(paths):
+    change(paths.train_ce, lambda table: table.__setitem__("alpha", float("nan")))
+    found = merged(paths)
+    assert "train.ce.alpha_1" not in found
+    assert "train.ce.loss_1" in found
+
+
+def test_equal_speedups_choose_the_fewest_drafts():
+    rows = pd.DataFrame(
+        {"domain": "all", "mode": "greedy", "method": "mtp", "num_drafts": [3, 2, 1], "speedup": [1.4, 1.4, 1.1]}
+    )
+    assert metrics.best_drafts(rows) == {"greedy": 2}
+
+
+def _first(table: pd.DataFrame, metric: str) -> int:
+    return int(table.index[(table["metric"] == metric) & (table["mode"] == "greedy")][0])
+
+
+@pytest.mark.parametrize("metric", ["outcome", "tokens_per_round", "cumulative"])
+@pytest.mark.parametrize("shift", [1e-5, -1e-5, float("nan")])
+def test_a_broken_acceptance_identity_is_one_line(paths, metric, shift):
+    def edit(table: pd.DataFrame) -> None:
+        table.loc[_first(table, metric), "value"] += shift
+
+    change(paths.accept, edit)
+    with pytest.raises(ReportError, match=r"^accept\.csv, chat/greedy: .*rerun the accept stage$") as caught:
+        merged(paths)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, SelfspecError)
+
+
+def test_rounding_noise_below_the_tolerance_passes(paths):
+    change(paths.accept, lambda table: table.__setitem__("value", table["value"].round(8)))
+    merged(paths)
+
+
+def test_missing_outcome_rows_cannot_pass_for_a_check(paths):
+    table = pd.read_csv(paths.accept)
+    table[table["metric"] != "outcome"].to_csv(paths.accept, index=False)
+    with pytest.raises(ReportError, match="no outcome rows"):
+        merged(paths)
+
+
+@pytest.mark.parametrize(("column", "name"), [("none_accepted", "first_accepted"), ("rest_share", "draft_share")])
+def test_benchmark_shares_must_sum_to_one(paths, column, name):
+    def edit(table: pd.DataFrame) -> None:
+        table.loc[table.index[table["method"] == "mtp"][0], column] += 0.016  # 22.7 % + 75.7 % is 98.4 %
+
+    change(paths.bench, edit)
+    with pytest.raises(ReportError, match=rf"chat/greedy/mtp 1: {name} .* not 1; rerun the bench stage"):
+        merged(paths)
+
+
+def test_leaked_prompts_stop_the_report(paths):
+    ledger = json.loads(paths.ledger.read_text())
+    paths.ledger.write_text(json.dumps(ledger | {"heldout_in_training": ["a/1", "a/2"]}))
+    with pytest.raises(ReportError, match="2 held-out prompts are in the training split"):
+        merged(paths)
+
+
+def test_faulty_inputs_name_the_file_and_the_remedy(paths):
+    change(paths.bench, lambda table: table.pop("speedup_low"))
+    with pytest.raises(ReportError, match=r"bench\.csv: lacks the columns speedup_low; docs/metrics\.md"):
+        merged(paths)
+    paths.bench.unlink()
+    with pytest.raises(ReportError, match=r"bench\.csv: no such file; run `dvc repro`"):
+        merged(paths)
+
+
+def test_two_rows_for_one_key_are_refused(paths):
+    table = pd.read_csv(paths.accept)
+    duplicate = table[table["metric"] == "match"].head(1)
+    pd.concat([table, duplicate]).to_csv(paths.accept, index=False)
+    with pytest.raises(ReportError, match=r"accept\.chat\.match_1: two input rows"):
+        merged(paths)
+
+
+def test_measures_find_what_there_is_in_order(paths):
+    measures = Measures(merged(paths))
+    assert measures.domains("accept") == ["chat", "maths", "code", "prose", "all"]
+    assert measures.domains("bench") == ["chat", "maths", "code", "all"]
+    assert measures.modes("accept") == ["greedy", "t0.5", "t1.0"]
+    assert measures.depths("accept") == [1, 2, 3]
+    assert measures.depths("outcome") == [0, 1, 2, 3]
+    assert measures.draft_counts() == [1, 2, 3, 4]
+    assert measures.lookup_counts() == [3, 10]
+    assert Measures({"a": 1.0, "a_low": 0.5, "a_high": 2.0}).get("a") == Estimate(1.0, 0.5, 2.0)
+    assert Measures({"a": 1.0}).get("b") is None
