@@ -85,7 +85,7 @@ def limits(report: Report) -> list[str]:
     found = [
         "Speeds are from one run on the machine named above, one sequence at a time. The ratios carry over to "
         "other hardware only roughly; larger batches gain less, because rejected drafts then cost more.",
-        "The number of drafts was chosen on the same prompts that its speedup is reported on, which flatters it a little.",
+        "K was chosen on the same prompts that its speedup is reported on, which flatters it a little.",
         f"The timed runs decode at most {config.bench.max_new_tokens} tokens a prompt, the acceptance runs "
         f"{config.accept.max_new_tokens}.",
     ]
