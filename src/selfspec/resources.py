@@ -7,6 +7,7 @@ was written under a temporary name and renamed, so what has its final name is wh
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import re
@@ -42,8 +43,8 @@ _NETWORK_FAULTS = (
     "Could not fetch URL",
 )
 
-_PIP_OPTIONS = "--no-cache-dir --disable-pip-version-check --progress-bar off --retries 2 --timeout 20".split()
-_PIP_OPTIONS += ["--ignore-requires-python"]  # archives are read, not installed
+_PIP_OPTIONS = ["--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2"]
+_PIP_OPTIONS += ["--timeout", "20", "--ignore-requires-python"]  # archives are read, not installed
 
 
 class ResourceError(SelfspecError):
@@ -205,7 +206,12 @@ class _Zip(Archive):
 class _Tar(Archive):
     def __init__(self, path: Path, uri: str) -> None:
         super().__init__(path, uri)
-        self._file = tarfile.open(path, "r:gz")  # noqa: SIM115 - closed by close()
+        # Unpacked once: a seek backwards in a compressed stream would unpack it from the start again.
+        self._plain = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        with gzip.open(path) as packed:
+            shutil.copyfileobj(packed, self._plain, 1 << 20)
+        self._plain.seek(0)
+        self._file = tarfile.open(fileobj=self._plain)  # noqa: SIM115
         self._infos = {info.name: info for info in self._file.getmembers() if info.isfile()}
 
     def names(self) -> list[str]:
@@ -225,6 +231,7 @@ class _Tar(Archive):
 
     def close(self) -> None:
         self._file.close()
+        self._plain.close()
 
 
 def _sha256(path: Path) -> str:

@@ -1,0 +1,1 @@
+"""From pinned sources to parquet shards and the leakage ledger."""
