@@ -43,6 +43,7 @@ _NETWORK_FAULTS = (
     "Could not fetch URL",
 )
 
+# At least one retry: only its notice tells a dead network from an index without the file.
 _PIP_OPTIONS = ["--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2"]
 _PIP_OPTIONS += ["--timeout", "20", "--ignore-requires-python"]  # archives are read, not installed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from selfspec import config_faults
 from selfspec.config import SourceConfig
 from selfspec.corpus.records import CorpusError
 from selfspec.corpus.sources.base import Context, Loader
@@ -40,17 +41,10 @@ def loader_of(source: SourceConfig) -> Loader:
     """
     where = f"shard.sources.{source.name}"
     if source.loader not in LOADERS:
-        raise CorpusError(f"{where}.loader: got {source.loader!r}, allowed: {', '.join(sorted(LOADERS))}")
+        raise CorpusError(f"{where}.loader: got {source.loader!r}, allowed: {', '.join(sorted(LOADERS))}; change it")
     kind = LOADERS[source.loader]
     try:
         return kind.model_validate(dict(source.options))
     except ValidationError as error:
-        lines = []
-        for fault in error.errors():
-            name = ".".join([where, "options", *map(str, fault["loc"])])
-            if fault["type"] == "extra_forbidden":
-                lines.append(f"{name}: no such option; {source.loader} takes {', '.join(kind.model_fields) or 'none'}")
-            else:
-                message = fault["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-                lines.append(f"{name}: got {fault['input']!r}, allowed: {message}")
-        raise CorpusError("\n".join(lines)) from None
+        faults = config_faults.lines(error, kind)
+        raise CorpusError("\n".join(f"{where}.options.{fault}" for fault in faults)) from None
