@@ -1,6 +1,7 @@
 """The merged metrics, and the identities that guard them."""
 
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -83,6 +84,22 @@ def test_written_file_reads_back_exactly(paths, tmp_path):
     metrics.write(found, tmp_path / "metrics.json")
     assert json.loads((tmp_path / "metrics.json").read_text()) == found
     assert all(type(value) is float for value in found.values())
+
+
+def test_every_key_is_documented_and_every_documented_key_exists(paths):
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.split("## metrics.json")[1].splitlines() if line.startswith("| `")]
+    documented = [key for cell in cells for key in re.findall(r"`([^`]+)`", cell)]
+    parts = {"<mode>": r"(?:greedy|t[\d.]+)", "<d>": r"\d+", "<n>": r"\d+", "<K>": r"\d+"}
+    patterns = {}
+    for key in documented:
+        pieces = re.split(r"(<\w+>)", key)
+        patterns[key] = "".join(
+            parts.get(piece, r"\w+") if piece.startswith("<") else re.escape(piece) for piece in pieces
+        )
+    keys = {re.sub(r"_(low|high)$", "", key) for key in merged(paths)}
+    assert [key for key in keys if not any(re.fullmatch(pattern, key) for pattern in patterns.values())] == []
+    assert [key for key, pattern in patterns.items() if not any(re.fullmatch(pattern, found) for found in keys)] == []
 
 
 def test_an_empty_cell_has_no_key_and_no_nan(paths):
