@@ -91,6 +91,5 @@ lock:  ## resolve requirements.in afresh and rewrite requirements.lock
 
 .PHONY: clean
 clean:  ## remove what the pipeline and the tools made; downloads, DVC's cache and .venv stay
-	find data -mindepth 1 ! -name README.md ! -path 'data/README.md' -delete
-	rm -rf models build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf data/shards data/distill data/hidden models build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src stages tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
