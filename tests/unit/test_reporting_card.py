@@ -145,7 +145,7 @@ def test_a_hub_backbone_is_the_base_model(tmp_path):
     write_inputs(tmp_path)
     path = tmp_path / "params.yaml"
     params = yaml.safe_load(path.read_text())
-    params["report"]["base_model"] = None
+    params["report"]["base_model"] = "inherited/other"
     params["backbone"] |= {"uri": "hf:owner/model", "member": None, "sha256": None, "revision": "a" * 40}
     path.write_text(yaml.safe_dump(params))
     assert card.card_data(reload(tmp_path)).base_model == "owner/model"

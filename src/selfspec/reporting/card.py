@@ -55,7 +55,8 @@ def card_data(report: Report) -> ModelCardData:
     return ModelCardData(
         model_name=model_name(report),
         license=config.backbone.license.lower(),
-        base_model=config.report.base_model or (backbone.removeprefix("hf:") if backbone.startswith("hf:") else None),
+        # A Hub backbone names itself: a recipe that changes the backbone must not inherit another's name.
+        base_model=backbone.removeprefix("hf:") if backbone.startswith("hf:") else config.report.base_model,
         datasets=sorted({uri.removeprefix("hf:") for uri in hub_sets if uri.startswith("hf:")}) or None,
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "multi-token-prediction", "selfspec"],

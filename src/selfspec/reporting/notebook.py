@@ -56,7 +56,7 @@ def _own_kernel(scratch: Path) -> Iterator[None]:
     folder = scratch / "kernels" / KERNEL
     folder.mkdir(parents=True)
     spec = {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"],
+        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=CRITICAL"],
         "display_name": KERNEL,
         "language": "python",
         "env": {"PYTHONPATH": str(SOURCE_ROOT), "IPYTHONDIR": str(scratch / "ipython"), "MPLBACKEND": "agg"},

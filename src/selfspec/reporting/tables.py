@@ -109,7 +109,7 @@ def _ratio_below(measures: Measures, name: str, base: str, _: str) -> str:
 def _by_domain(
     frame: pd.DataFrame, column: str, label: str, write: Callable[[Estimate | None], str], note: str
 ) -> Table:
-    """A row a domain, a column for each value of ``column``, and the prompt count last."""
+    """A row a domain: its prompt count, then a column for each value of ``column``."""
     domains = order_domains(set(frame["domain"]))
     keys: Sequence[Any] = order_modes(set(frame[column])) if column == "mode" else sorted(set(frame[column]))
     cells = {(row["domain"], row[column]): row for row in frame.to_dict("records")}
@@ -117,9 +117,9 @@ def _by_domain(
     for domain in domains:
         found = [cells.get((domain, key)) for key in keys]
         prompts = sorted({int(row["prompts"]) for row in found if row is not None})
-        rows.append([domain, *(write(_estimate(row)) for row in found), " / ".join(map(str, prompts))])
+        rows.append([domain, " / ".join(map(str, prompts)), *(write(_estimate(row)) for row in found)])
     names = [label.format(mode_name(key) if column == "mode" else key) for key in keys]
-    return Table(["domain", *names, "prompts"], rows, note if rows else "")
+    return Table(["domain", "prompts", *names], rows, note if rows else "")
 
 
 def _estimate(row: Mapping[Any, Any] | None) -> Estimate | None:

@@ -89,7 +89,7 @@ class Table:
         note = f'<p class="note">{html.escape(self.note)}</p>' if self.note else ""
         css = "table prose" if self.prose else "table"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return f'<div class="{css}">{table}</div>{note}'
+        return f'<div class="{css}" tabindex="0">{table}</div>{note}'
 
     def _repr_html_(self) -> str:
         return self.html()
