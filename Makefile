@@ -27,7 +27,8 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 $(VENV)/bin/python:
-	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python %d.%d found at %s; 3.11 or newer is needed: make PYTHON=/path/to/python3.11" % (v[0], v[1], sys.executable))'
+	@command -v "$(PYTHON)" >/dev/null || { echo 'no python3.11 or python3 found: install one, or make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python %d.%d found at %s; 3.11 or newer is needed: make PYTHON=/path/to/python3.11" % (v[0], v[1], sys.executable))'
 	"$(PYTHON)" -m venv "$(VENV)" || { rm -rf "$(VENV)"; echo 'the venv module is missing or broken (Debian: install python3.11-venv)' >&2; exit 1; }
 
 # The stamp is rewritten only when a pin or the package's metadata changed.
