@@ -1,5 +1,6 @@
 """The model card says what metrics.json says, and nothing else."""
 
+import json
 import re
 from pathlib import Path
 
@@ -149,6 +150,22 @@ def test_a_hub_backbone_is_the_base_model(tmp_path):
     params["backbone"] |= {"uri": "hf:owner/model", "member": None, "sha256": None, "revision": "a" * 40}
     path.write_text(yaml.safe_dump(params))
     assert card.card_data(reload(tmp_path)).base_model == "owner/model"
+
+
+def test_sources_show_each_pin_once_and_mark_what_was_held_out(tmp_path):
+    write_inputs(tmp_path)
+    path = tmp_path / "reports/ledger.json"
+    ledger = json.loads(path.read_text())
+    ledger["tokens"]["synthetic_code"].pop("train")
+    ledger["revisions"]["synthetic_chat"] *= 2
+    path.write_text(json.dumps(ledger))
+    rendered = card.render(reload(tmp_path))
+    assert row_of(rendered, "## Data", "synthetic_chat")[1:] == [
+        "MIT",
+        "301,417",
+        "pypi:synthetic_chat-1.0-py3-none-any.whl@0123456789ab",
+    ]
+    assert row_of(rendered, "## Data", "synthetic_code")[2] == "none: held out"
 
 
 def test_a_tiny_run_has_a_card(tmp_path):

@@ -10,7 +10,7 @@ from selfspec.reporting.text import Table
 
 
 def data(report: Report) -> Table:
-    """A row a source of the mixture: domain, licence, training tokens; weight 0 marks a held-out source."""
+    """A row a source of the mixture: domain, licence, training tokens, pins (each once)."""
     licenses = report.inputs.ledger["licenses"]
     domains = {source.name: source.domain for source in report.config.shard.sources}
     rows = [
@@ -18,12 +18,16 @@ def data(report: Report) -> Table:
             name,
             domains.get(name, text.MISSING),
             licenses[name],
-            text.count(report.measures.number(f"data.source.{name}.train_tokens")),
-            ", ".join(_short(revision) for revision in report.inputs.ledger["revisions"].get(name, [])),
+            _tokens(report.measures.number(f"data.source.{name}.train_tokens")),
+            ", ".join(dict.fromkeys(map(_short, report.inputs.ledger["revisions"].get(name, [])))),
         ]
         for name in sorted(licenses)
     ]
     return Table(["source", "domain", "licence", "training tokens", "pinned as"], rows, prose=True)
+
+
+def _tokens(count: float | None) -> str:
+    return text.count(count) if count else "none: held out"
 
 
 def _short(revision: str) -> str:
