@@ -10,6 +10,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
 READY := $(VENV)/.ready
+ENGINE_PYTHON ?= python
 
 # Stages run `python`, and dvc starts them through a shell: the environment's own has to come first.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -53,8 +54,8 @@ test-unit: $(READY)  ## unit tests only
 	python -m pytest tests/unit $(ARGS)
 
 .PHONY: test-engines
-test-engines: $(READY)  ## tests against real serving engines; skipped, with the reason, where none is installed
-	python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
+test-engines: $(READY)  ## tests against real serving engines, under ENGINE_PYTHON; skipped where vLLM is not installed
+	$(ENGINE_PYTHON) -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 
 .PHONY: lint
 lint: $(READY)  ## ruff format and check, mypy
