@@ -181,6 +181,12 @@ class TestExperiment:
         assert "low-eta" in project.dvc("exp", "list", "--name-only")
 
 
+def test_a_copy_runs_its_own_code_and_not_the_installed_one(project):
+    """`dvc exp run --temp` and `--queue` work in copies, while the environment points at the original."""
+    done = project.run("python", "-c", "import stages, selfspec; print(selfspec.__file__)")
+    assert done.stdout.startswith(str(project.root / "src"))
+
+
 def test_a_wrong_parameter_stops_a_stage_at_once_in_one_line(project):
     path = project.root / "params.yaml"
     kept = path.read_text()
