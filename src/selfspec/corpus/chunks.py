@@ -55,7 +55,7 @@ def cut(text: str, offsets: list[tuple[int, int]], size: int) -> Iterator[tuple[
             return
         after, stop = end, offsets[end][0] if end < len(offsets) else len(text)
         if end < len(offsets):
-            for index in range(end - 1, start + size - size // 4, -1):
+            for index in range(end - 1, max(start, end - 1 - max(1, size // 4)), -1):
                 first, last = offsets[index]
                 newline = text.rfind("\n", first, last)
                 if newline >= 0:
