@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +25,7 @@ from selfspec.corpus.records import CorpusError, Record
 from selfspec.corpus.shards import iter_split, read_split
 from selfspec.resources import ResourceError
 from tests.unit import tiny
+from tests.unit.hub_server import COMMIT, serve
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
@@ -120,6 +123,52 @@ def test_the_three_source_recipe_streams_in_its_token_shares(hub, tmp_path, toke
         for split, count in splits.items():
             rows = read_split(tmp_path / "shards", split)
             assert (rows.source == source).sum() == count
+
+
+def test_the_recipe_runs_against_a_hub(hub, tmp_path):
+    """The recipe as it is but for revisions and sizes: names, configurations and columns, over HTTP."""
+    files = {
+        "HuggingFaceFW/fineweb-edu": ("fineweb_edu", "sample/10BT/*", "sample-10BT"),
+        "open-web-math/open-web-math": ("open_web_math", "data/*", "default"),
+        "code-search-net/code_search_net": ("code_search_net", "all/*", "all"),
+    }
+    for repository, (name, pattern, configuration_name) in files.items():
+        folder = (tmp_path / "hub" / repository / pattern).parent
+        folder.mkdir(parents=True)
+        for path in hub.glob(f"{name}*"):
+            shutil.copy(path, folder)
+        card = {"configs": [{"config_name": configuration_name, "data_files": [{"split": "train", "path": pattern}]}]}
+        (tmp_path / "hub" / repository / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+    raw = yaml.safe_load((ROOT / "params.yaml").read_text())
+    raw["backbone"] |= {"uri": f"file:{tiny.save(tmp_path / 'backbone')}", "member": None, "sha256": None}
+    raw["shard"] |= SIZES | {
+        "max_train_tokens": 60000,
+        "sources": [s for s in _recipe()["sources"] if s["loader"] == "dataset"],
+    }
+    for source in raw["shard"]["sources"]:
+        source["archives"][0]["revision"] = COMMIT
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(raw))
+    with serve(tmp_path / "hub") as (endpoint, log):
+        run = _stage(tmp_path, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "home"))
+    assert run.returncode == 0, run.stderr
+    ledger = json.loads((tmp_path / "reports" / "ledger.json").read_text())
+    tokens = {source: splits["train"] for source, splits in ledger["tokens"].items()}
+    shares = {source: count / sum(tokens.values()) for source, count in tokens.items()}
+    assert shares == pytest.approx({"fineweb_edu": 0.45, "open_web_math": 0.20, "code_search_net": 0.35}, abs=0.04)
+    assert ledger["revisions"]["open_web_math"] == [f"hf:open-web-math/open-web-math@{COMMIT}"]
+    assert any("resolve" in line and line.endswith(".parquet") for line in log)
+    assert not list((tmp_path / "home").rglob("*.parquet"))  # streamed, not downloaded
+
+
+def _stage(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the shard stage in ``folder`` as `dvc repro` does, less the pause of `_no_pause`."""
+    code = (
+        "import datasets, runpy; datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0; "
+        "runpy.run_module('stages.shard', run_name='__main__', alter_sys=True)"
+    )
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "0", **environment}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
 
 
 def test_the_recipe_wants_revisions_and_holds_out_what_the_default_does():
@@ -266,9 +315,7 @@ def test_the_stage_ends_in_one_line_and_exit_code_2(tmp_path):
     raw["backbone"] |= {"uri": f"file:{backbone}", "member": None, "sha256": None}
     raw["shard"]["sources"] = [_source("absent", 1.0)]
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(raw))
-    command = [sys.executable, "-m", "stages.shard"]
-    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": "", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    run = _stage(tmp_path)
     assert run.returncode == 2, run.stderr
     assert run.stderr.splitlines()[-1].startswith("error: file:absent*.jsonl: 0 files")
     assert "Traceback" not in run.stderr

@@ -191,6 +191,14 @@ def test_python_docstrings_can_be_limited_to_maths(tmp_path):
     assert len(_documents(tmp_path, "python_files", files, part="docstrings", min_chars=1, per_file=2)) == 2
 
 
+def test_python_names_are_unique(tmp_path):
+    """A property and its setter share a name, and a record's id must be its own."""
+    setter = "class A:\n    def x(self):\n        'Get.'\n\n    def x(self, value):\n        'Set.'\n"
+    found = _documents(tmp_path, "python_files", {"pkg/m.py": setter}, part="docstrings", min_chars=1)
+    assert {document.key: document.text for document in found} == {"pkg/m.py:A.x": "Get."}
+    assert len(found) == 1
+
+
 def test_wikitext_becomes_sentences():
     text = (
         "{{Infobox|a={{nested}}}}'''Anarchism''' is a [[political philosophy|philosophy]] (from {{lang|x}}) "

@@ -66,7 +66,10 @@ class PythonFiles(Loader):
             return
         lines = source.splitlines()
         definitions = _definitions(tree) if self.part != "code" else _top_level(tree)
-        for qualified, node in sorted(definitions, key=lambda found: stable_hash(found[0])):
+        unique: dict[str, Definition] = {}
+        for qualified, node in definitions:
+            unique.setdefault(qualified, node)  # later ones are overloads, setters and fallbacks
+        for qualified, node in sorted(unique.items(), key=lambda found: stable_hash(found[0])):
             piece = self._piece(node, qualified, lines)
             if piece is not None and self.min_chars <= len(piece) <= self.max_chars:
                 yield qualified, piece
