@@ -3,8 +3,9 @@
 import os
 import random
 
-# Before anything imports torch or a hub client.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before anything imports torch or a hub client. One thread: tiny tensors gain nothing from a second,
+# and lose tenfold while another job has its core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,7 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 # Examples take longer than hypothesis' 200 ms while a shared machine is busy; that is no failure.
 settings.register_profile("selfspec", deadline=None, derandomize=True)
 settings.load_profile("selfspec")
