@@ -37,7 +37,9 @@ def main(cfg: Config) -> None:
             print(f"note: {split} has {missing} {domain} prompts fewer than distill.prompts.{split}.{domain} asks for")
     every = [prompt for selection in selections.values() for prompt in selection.prompts]
     journal = Journal(
-        JOURNALS, key_of([cfg.seed, cfg.backbone.model_dump(), cfg.distill.model_dump()], every), cfg.distill.records_per_shard
+        JOURNALS,
+        key_of([cfg.seed, cfg.backbone.model_dump(), cfg.distill.model_dump()], every),
+        cfg.distill.records_per_shard,
     )
     seconds, written = complete(cfg, journal, every)
 
@@ -49,7 +51,10 @@ def main(cfg: Config) -> None:
         for prompt in selection.prompts:
             completion = journal.finished[prompt.id]
             # What the backbone writes is training text too: it must not recite a held-out prompt.
-            if split == "train" and shared_ngrams(tokenizer.decode(completion.completion_ids), index) > cfg.shard.max_shared_ngrams:
+            if (
+                split == "train"
+                and shared_ngrams(tokenizer.decode(completion.completion_ids), index) > cfg.shard.max_shared_ngrams
+            ):
                 dropped[completion.domain] += 1
                 continue
             kept.append(completion)

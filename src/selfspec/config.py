@@ -239,6 +239,7 @@ class AcceptConfig(_Section):
 
 
 class BenchConfig(_Section):
+    domains: Annotated[tuple[Domain, ...], Field(min_length=1)]
     prompts: PositiveInt
     max_new_tokens: PositiveInt
     num_drafts: Annotated[tuple[PositiveInt, ...], Field(min_length=1), _DISTINCT]

@@ -21,9 +21,7 @@ def ce(logits: Tensor, target: Tensor) -> Tensor:
 
     Training on the backbone's own greedy completions makes this the cheapest proxy of acceptance.
     """
-    flat = F.cross_entropy(
-        logits.float().flatten(0, -2), target.flatten(), ignore_index=-1, reduction="none"
-    )
+    flat = F.cross_entropy(logits.float().flatten(0, -2), target.flatten(), ignore_index=-1, reduction="none")
     return flat.view(target.shape)
 
 

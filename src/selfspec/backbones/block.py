@@ -85,12 +85,14 @@ class Block:
 def _bias(linears: list[Any]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
-    return torch.cat([
-        torch.zeros(linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device)
-        if linear.bias is None
-        else linear.bias
-        for linear in linears
-    ])
+    return torch.cat(
+        [
+            torch.zeros(linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device)
+            if linear.bias is None
+            else linear.bias
+            for linear in linears
+        ]
+    )
 
 
 class FusedBlock:
@@ -112,7 +114,10 @@ class FusedBlock:
         self.gate_up_weight, self.gate_up_bias = cast(torch.cat([p.weight for p in gate_up])), cast(_bias(gate_up))
         self.down_weight, self.down_bias = cast(mlp.down_proj.weight), cast(mlp.down_proj.bias)
         self.activation = mlp.act_fn
-        self.input_norm, self.post_norm = cast(layer.input_layernorm.weight), cast(layer.post_attention_layernorm.weight)
+        self.input_norm, self.post_norm = (
+            cast(layer.input_layernorm.weight),
+            cast(layer.post_attention_layernorm.weight),
+        )
         self.eps = layer.input_layernorm.variance_epsilon
         self.q_norm = cast(attention.q_norm.weight) if hasattr(attention, "q_norm") else None
         self.k_norm = cast(attention.k_norm.weight) if hasattr(attention, "k_norm") else None

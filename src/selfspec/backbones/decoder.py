@@ -23,7 +23,14 @@ class RaggedCache:
     """Keys and values ``[rows, kv_heads, capacity, head_dim]`` per layer, and each row's valid length."""
 
     def __init__(
-        self, layers: int, rows: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         shape = (rows, kv_heads, capacity, head_dim)
         # Zeros, not empty: masked positions enter the softmax with weight 0, and 0 * NaN is NaN.

@@ -12,16 +12,18 @@ import pyarrow.parquet as pq
 
 from selfspec.errors import SelfspecError
 
-_SCHEMA = pa.schema([
-    ("id", pa.string()),
-    ("source", pa.string()),
-    ("kind", pa.string()),
-    ("domain", pa.string()),
-    ("prompt_ids", pa.list_(pa.int32())),
-    ("completion_ids", pa.list_(pa.int32())),
-    ("stop", pa.string()),
-    ("temperature", pa.float32()),
-])
+_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("source", pa.string()),
+        ("kind", pa.string()),
+        ("domain", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("stop", pa.string()),
+        ("temperature", pa.float32()),
+    ]
+)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,10 @@ class Packed:
     def depths(self) -> int:
         return self.inputs.shape[0]
 
+    def to(self, device: torch.device) -> Packed:
+        """The same indices on ``device``."""
+        return Packed(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
 
 def pack(tokens: list[Tensor], prompt_lengths: list[int], depths: int) -> Packed:
     """Align packed documents.

@@ -120,5 +120,3 @@ def _attend_documents(
         bias = bias.masked_fill_(~allowed, torch.finfo(q.dtype).min)[None, None]
         outputs.append(attend(q[anchors][None], k, v, bias, causal=False, scale=scale)[0])
     return torch.cat(outputs)
-
-

@@ -41,7 +41,9 @@ class Dataset:
         for completion in completions:
             self.offsets.append(self.offsets[-1] + completion.length)
         if self.offsets[-1] != len(states.states):
-            raise ValueError(f"{len(states.states)} hidden states for {self.offsets[-1]} tokens: rerun the hidden stage")
+            raise ValueError(
+                f"{len(states.states)} hidden states for {self.offsets[-1]} tokens: rerun the hidden stage"
+            )
         self.usable = [i for i, completion in enumerate(completions) if len(completion.completion_ids) > 1]
 
     def batch(self, indices: Sequence[int]) -> Batch:

@@ -81,17 +81,19 @@ class Curve:
         for depth in range(len(tally.count)):
             count = float(tally.count[depth])
             measured = split == "validation"
-            self.rows.append({
-                "step": step,
-                "epoch": round(epoch, 4),
-                "split": split,
-                "depth": depth + 1,
-                "loss": float(tally.loss[depth]) / count,
-                "match": float(tally.match[depth]) / count if measured else math.nan,
-                "alpha": float(tally.alpha[depth]) / count if measured else math.nan,
-                "learning_rate": learning_rate,
-                "grad_norm": math.nan if norm is None else norm,
-            })
+            self.rows.append(
+                {
+                    "step": step,
+                    "epoch": round(epoch, 4),
+                    "split": split,
+                    "depth": depth + 1,
+                    "loss": float(tally.loss[depth]) / count,
+                    "match": float(tally.match[depth]) / count if measured else math.nan,
+                    "alpha": float(tally.alpha[depth]) / count if measured else math.nan,
+                    "learning_rate": learning_rate,
+                    "grad_norm": math.nan if norm is None else norm,
+                }
+            )
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +142,11 @@ class Trainer:
         steps = max(1, round(config.epochs * per_epoch))
         factor = schedule(config, steps)
         optimizer = torch.optim.AdamW(
-            self.masters.masters, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.95), fused=True
+            self.masters.masters,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            betas=(0.9, 0.95),
+            fused=True,
         )
         batches = self.train.epochs(config.batch_sequences, self.seed)
         validate_every = max(1, round(config.eval_every * per_epoch))
@@ -169,7 +175,9 @@ class Trainer:
                     done = _LOG_EVERY if step % _LOG_EVERY == 0 else step % _LOG_EVERY
                     self.curve.add(step, step / per_epoch, "train", recent, rate, norms / done)
                     rate_now = anchors / max(progress.format_dict["elapsed"], 1e-9)
-                    progress.set_postfix_str(f"loss {float((recent.loss / recent.count) @ self.weights.double()):.3f}, {rate_now:,.0f} anchors/s")
+                    progress.set_postfix_str(
+                        f"loss {float((recent.loss / recent.count) @ self.weights.double()):.3f}, {rate_now:,.0f} anchors/s"
+                    )
                     recent, norms = Tally.zeros(self.head.depths), 0.0
                 progress.update()
                 if step % validate_every == 0 or step == steps:
@@ -181,8 +189,14 @@ class Trainer:
         with torch.set_grad_enabled(backward):
             states = self.head(batch.packed, batch.hidden.to(self.dtype), self.embedding, self.rotary)
         return loss_and_gradient(
-            states, batch, self.scorer, self.objective, self.weights, self.config.chunk_rows,
-            backward=backward, measure=measure,
+            states,
+            batch,
+            self.scorer,
+            self.objective,
+            self.weights,
+            self.config.chunk_rows,
+            backward=backward,
+            measure=measure,
         )
 
     def _validate(self, step: int, epoch: float, rate: float, progress: tqdm[None]) -> None:

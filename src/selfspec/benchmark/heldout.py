@@ -1,0 +1,139 @@
+"""Held-out acceptance of a head: teacher-forced, then free-running in the real loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from selfspec.acceptance import Estimate, outcome_counts, ratio, resample_weights, round_statistics
+from selfspec.backbones.decoder import Decoder
+from selfspec.benchmark import teacher_forced
+from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.loop import speculate
+from selfspec.decoding.rules import Rule
+from selfspec.distill.records import Completion
+from selfspec.errors import SelfspecError
+from selfspec.heads.checkpoint import TrainedHead
+
+ALL = "all"
+
+
+class LeakError(SelfspecError):
+    """Held-out prompts were seen in training."""
+
+
+def refuse_leaks(ledger: Mapping[str, Any], trained: Iterable[str], heldout: Iterable[str]) -> None:
+    """Hold the ledger and the record ids against each other before anything is measured.
+
+    Raises:
+        LeakError: a held-out prompt is in the training split, or overlaps it beyond the threshold.
+    """
+    leaked = sorted({*ledger["heldout_in_training"], *(set(trained) & set(heldout))})
+    if leaked:
+        raise LeakError(
+            f"ledger: {len(leaked)} held-out prompts are in the training split ({', '.join(leaked[:3])}…); "
+            "acceptance on them would mean nothing: mend shard.sources and rerun"
+        )
+    if ledger["max_overlap_after"] > ledger["threshold"]:
+        raise LeakError(
+            f"ledger: a held-out prompt shares {ledger['max_overlap_after']} {ledger['ngram']}-grams with training text, "
+            f"allowed: {ledger['threshold']} (shard.max_shared_ngrams); rerun shard"
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of ``reports/accept.csv``."""
+
+    domain: str
+    mode: str
+    metric: str
+    depth: int
+    value: float
+    low: float
+    high: float
+    prompts: int
+    count: float
+
+
+def _row(domain: str, mode: str, metric: str, depth: int, estimate: Estimate) -> Row:
+    return Row(domain, mode, metric, depth, **vars(estimate))
+
+
+def forced_rows(
+    decoder: Decoder,
+    head: TrainedHead,
+    groups: Mapping[str, Sequence[Completion]],
+    depths: int,
+    samples: int,
+    seed: int,
+) -> list[Row]:
+    """``match`` and ``overlap`` by domain and over all."""
+    sums = {
+        domain: teacher_forced.measure(decoder, head, group, depths)
+        for domain, group in tqdm(groups.items(), desc="teacher-forced", unit="domain")
+    }
+    merged = {
+        name: np.concatenate([getattr(part, name) for part in sums.values()])
+        for name in ("hits", "overlap", "positions")
+    }
+    sums[ALL] = teacher_forced.Forced(**merged)
+    rows = []
+    for domain, forced in sums.items():
+        weights = resample_weights(len(forced.hits), samples, seed)
+        for depth in range(depths):
+            positions = forced.positions[:, depth]
+            for metric, totals in (("match", forced.hits), ("overlap", forced.overlap)):
+                estimate = ratio(totals[:, depth], positions, weights)
+                rows.append(_row(domain, "teacher_forced", metric, depth + 1, estimate))
+    return rows
+
+
+def running_rows(
+    decoder: Decoder,
+    drafter: SharedDrafter,
+    groups: Mapping[str, Sequence[Completion]],
+    modes: Mapping[str, Callable[[], Rule]],
+    *,
+    num_drafts: int,
+    max_new_tokens: int,
+    batch_size: int,
+    samples: int,
+    seed: int,
+) -> list[Row]:
+    """Round statistics by domain and over all, for each mode's acceptance rule."""
+    rows = []
+    total = len(modes) * sum(map(len, groups.values()))
+    with tqdm(total=total, desc="free-running", unit="prompt", mininterval=2) as progress:
+        for mode, rule in modes.items():
+            counts: dict[str, np.ndarray] = {}
+            for domain, group in groups.items():
+                rounds: list[list[tuple[int, int]]] = []
+                for batch in _batches(group, batch_size):
+                    result = speculate(
+                        decoder,
+                        drafter,
+                        [completion.prompt_ids for completion in batch],
+                        max_new_tokens=max_new_tokens,
+                        num_drafts=num_drafts,
+                        rule=rule(),
+                        end_tokens=decoder.end_tokens,
+                    )
+                    rounds += result.rounds
+                    progress.update(len(batch))
+                counts[domain] = outcome_counts(rounds, num_drafts)
+            counts[ALL] = np.concatenate(list(counts.values()))
+            for domain, of_domain in counts.items():
+                for (metric, depth), estimate in round_statistics(of_domain, samples, seed).items():
+                    rows.append(_row(domain, mode, metric, depth, estimate))
+    return rows
+
+
+def _batches(group: Sequence[Completion], size: int) -> Iterator[Sequence[Completion]]:
+    ordered = sorted(group, key=lambda completion: len(completion.prompt_ids))
+    for start in range(0, len(ordered), size):
+        yield ordered[start : start + size]

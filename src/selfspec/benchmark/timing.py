@@ -1,0 +1,131 @@
+"""Timed runs of one prompt at a time, methods interleaved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from selfspec.backbones.decoder import Decoder
+from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.loop import speculate
+from selfspec.decoding.rules import Greedy, Rule, Sampling
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Attributes:
+        engine: ``selfspec`` or ``transformers``.
+        name: ``vanilla``, ``mtp`` or ``prompt_lookup``.
+        num_drafts: drafts per round, 0 for vanilla; for prompt look-up, tokens looked up.
+    """
+
+    engine: str
+    name: str
+    num_drafts: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded once.
+
+    Attributes:
+        rounds: ``(drafted, accepted)`` per verification; empty where the engine does not tell.
+    """
+
+    tokens: int
+    seconds: float
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+
+
+# (prompt, temperature or 0, seed) -> Run
+Runner = Callable[[Sequence[int], float, int], Run]
+
+
+def our_runner(decoder: Decoder, drafter: SharedDrafter, num_drafts: int, max_new_tokens: int) -> Runner:
+    """Our engine with ``num_drafts`` drafts a round."""
+
+    def once(prompt: Sequence[int], temperature: float, seed: int) -> Run:
+        generator = torch.Generator(device=decoder.device).manual_seed(seed)
+        rule: Rule = Sampling(temperature, generator) if temperature else Greedy()
+        result = speculate(
+            decoder,
+            drafter,
+            [prompt],
+            max_new_tokens=max_new_tokens,
+            num_drafts=num_drafts,
+            rule=rule,
+            end_tokens=decoder.end_tokens,
+        )
+        return Run(result.tokens, result.seconds, result.draft_seconds, result.verify_seconds, result.rounds[0])
+
+    return once
+
+
+def stock_runner(model: PreTrainedModel, lookup_tokens: int, max_new_tokens: int) -> Runner:
+    """Stock ``generate``; with ``lookup_tokens``, its prompt look-up."""
+    extra = {"prompt_lookup_num_tokens": lookup_tokens} if lookup_tokens else {}
+
+    def once(prompt: Sequence[int], temperature: float, seed: int) -> Run:
+        torch.manual_seed(seed)
+        ids = torch.tensor([list(prompt)], device=model.device)
+        sampling = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            if temperature
+            else {"do_sample": False}
+        )
+        started = time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=model.generation_config.pad_token_id or 0,
+            **sampling,
+            **extra,
+        )
+        return Run(out.shape[1] - len(prompt), time.perf_counter() - started)
+
+    return once
+
+
+def interleave(
+    runners: Mapping[Method, Runner],
+    prompts: Mapping[str, Sequence[Sequence[int]]],
+    modes: Mapping[str, float],
+    seed: int,
+) -> dict[tuple[str, str, Method], list[Run]]:
+    """Time every method on every prompt, in turn; the order rotates so that drift of the machine hits all alike.
+
+    Args:
+        prompts: by domain.
+        modes: name to temperature, 0 for greedy.
+
+    Returns:
+        Runs by ``(domain, mode, method)``, in prompt order. A warm-up run of each method is not among them.
+    """
+    first = next(iter(prompts.values()))[0]
+    for runner in runners.values():
+        for temperature in modes.values():
+            runner(first, temperature, seed)
+    runs: dict[tuple[str, str, Method], list[Run]] = {}
+    methods = list(runners)
+    total = sum(map(len, prompts.values())) * len(modes) * len(methods)
+    turn = 0
+    with tqdm(total=total, desc="benchmark", unit="run", mininterval=2) as progress:
+        for domain, of_domain in prompts.items():
+            for number, prompt in enumerate(of_domain):
+                for mode, temperature in modes.items():
+                    turn += 1
+                    for method in methods[turn % len(methods) :] + methods[: turn % len(methods)]:
+                        run = runners[method](prompt, temperature, seed + number)
+                        runs.setdefault((domain, mode, method), []).append(run)
+                        progress.update()
+    return runs

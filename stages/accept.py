@@ -1,0 +1,84 @@
+"""accept: held-out acceptance of the trained head, and the float32 losslessness check."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from selfspec.backbones import load
+from selfspec.backbones.decoder import Decoder
+from selfspec.benchmark import heldout, lossless
+from selfspec.config import Config
+from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.rules import Greedy, Sampling
+from selfspec.distill import records
+from selfspec.heads import checkpoint
+from stages._run import run
+
+HEAD = Path("models/head")
+
+
+def main(cfg: Config) -> None:
+    ledger = json.loads(Path("reports/ledger.json").read_text())
+    held = records.read(Path("data/distill/heldout"))
+    trained = records.read(Path("data/distill/train"))
+    heldout.refuse_leaks(ledger, (c.id for c in trained), (c.id for c in held))
+    groups = records.by_domain(held, cfg.accept.prompts)
+
+    compared = check_lossless(cfg, groups)
+    print(
+        f"lossless: {compared.identical} of {compared.prompts} prompts identical in float32 ({compared.tokens} tokens)"
+    )
+
+    model = load.load_model(cfg.backbone)
+    decoder = Decoder(model)
+    head = checkpoint.load(HEAD, model)
+    samples, seed = cfg.accept.bootstrap_samples, cfg.seed
+    modes = {"greedy": Greedy} | {
+        f"t{temperature}": lambda temperature=temperature: Sampling(temperature, seeded(cfg, decoder))
+        for temperature in cfg.accept.temperatures
+    }
+    rows = heldout.forced_rows(decoder, head, groups, head.module.depths, samples, seed)
+    rows += heldout.running_rows(
+        decoder,
+        SharedDrafter(decoder, head),
+        groups,
+        modes,
+        num_drafts=cfg.accept.num_drafts,
+        max_new_tokens=cfg.accept.max_new_tokens,
+        batch_size=cfg.accept.batch_size,
+        samples=samples,
+        seed=seed,
+    )
+    table = pd.DataFrame([vars(row) for row in rows])
+    table.to_csv("reports/accept.csv", index=False, float_format="%.10g")
+    tokens = torch.tensor([token for group in groups.values() for c in group for token in c.completion_ids])
+    facts = {
+        "num_drafts": cfg.accept.num_drafts,
+        "lossless": vars(compared),
+        "prompts": {domain: len(group) for domain, group in groups.items()},
+        "heldout_coverage": head.vocab.coverage(tokens),
+    }
+    Path("reports/accept.json").write_text(json.dumps(facts, indent=2) + "\n")
+    shown = table[(table.metric == "tokens_per_round") | ((table.metric == "match") & (table.depth == 1))]
+    print(shown.round(3).to_string(index=False))
+
+
+def check_lossless(cfg: Config, groups: dict[str, list[records.Completion]]) -> lossless.Comparison:
+    """Greedy identity in float32 on prompts taken in turn from every domain."""
+    model = load.load_model(cfg.backbone, torch.float32)
+    decoder = Decoder(model)
+    drafter = SharedDrafter(decoder, checkpoint.load(HEAD, model))
+    longest = max(map(len, groups.values()))
+    in_turn = [group[i].prompt_ids for i in range(longest) for group in groups.values() if i < len(group)]
+    prompts = in_turn[: cfg.accept.lossless_prompts]
+    return lossless.check(model, decoder, drafter, prompts, cfg.accept.lossless_tokens, cfg.accept.num_drafts)
+
+
+def seeded(cfg: Config, decoder: Decoder) -> torch.Generator:
+    return torch.Generator(device=decoder.device).manual_seed(cfg.seed)
+
+
+if __name__ == "__main__":
+    run(main)

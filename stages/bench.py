@@ -1,0 +1,68 @@
+"""bench: wall-clock of MTP decoding against vanilla and prompt look-up, interleaved in one run."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from selfspec.backbones import load
+from selfspec.backbones.decoder import Decoder
+from selfspec.benchmark import machine, table
+from selfspec.benchmark.timing import Method, Runner, interleave, our_runner, stock_runner
+from selfspec.config import Config
+from selfspec.decoding.drafter import SharedDrafter
+from selfspec.distill import records
+from selfspec.heads import checkpoint
+from stages._run import run
+
+
+def main(cfg: Config) -> None:
+    torch.set_num_threads(cfg.bench.threads)
+    model = load.load_model(cfg.backbone)
+    decoder = Decoder(model)
+    head = checkpoint.load(Path("models/head"), model)
+    drafter = SharedDrafter(decoder, head)
+    groups = records.by_domain(records.read(Path("data/distill/heldout")), cfg.bench.prompts)
+    prompts = {domain: [c.prompt_ids for c in groups[domain]] for domain in cfg.bench.domains if domain in groups}
+
+    limit = cfg.bench.max_new_tokens
+    runners: dict[Method, Runner] = {Method("selfspec", "vanilla", 0): our_runner(decoder, drafter, 0, limit)}
+    for count in cfg.bench.num_drafts:
+        runners[Method("selfspec", "mtp", count)] = our_runner(decoder, drafter, count, limit)
+    runners[Method("transformers", "vanilla", 0)] = stock_runner(model, 0, limit)
+    for count in cfg.bench.lookup_tokens:
+        runners[Method("transformers", "prompt_lookup", count)] = stock_runner(model, count, limit)
+
+    modes = {"greedy": 0.0, f"t{cfg.bench.temperature}": cfg.bench.temperature}
+    runs = interleave(runners, prompts, modes, cfg.seed)
+    rows = pd.DataFrame(table.rows(runs, cfg.bench.bootstrap_samples, cfg.seed))
+    rows.to_csv("reports/bench.csv", index=False, float_format="%.10g")
+    facts = {
+        "machine": machine.describe(),
+        "dtype": cfg.backbone.dtype,
+        "peak_memory_mib": machine.peak_memory_mib(),
+        "head_mib": drafter.nbytes() / machine.MIB,
+        "head_parameters": head.facts["parameters"],
+        "backbone_mib": sum(p.nbytes for p in model.parameters()) / machine.MIB,
+        "backbone_parameters": sum(p.numel() for p in model.parameters()),
+    }
+    Path("reports/bench.json").write_text(json.dumps(facts, indent=2) + "\n")
+    shown = [
+        "domain",
+        "mode",
+        "engine",
+        "method",
+        "num_drafts",
+        "tokens_per_second",
+        "speedup",
+        "speedup_low",
+        "speedup_high",
+        "tokens_per_round",
+        "draft_share",
+    ]
+    print(rows[shown].round(3).to_string(index=False))
+
+
+if __name__ == "__main__":
+    run(main)
