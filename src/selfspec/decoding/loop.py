@@ -30,8 +30,9 @@ class Generation:
 
     Attributes:
         completions: per prompt, new token ids; an end token, when written, is the last.
-        rounds: per prompt, one ``(drafted, accepted)`` per verification. A round that an end token or
-            ``max_new_tokens`` cut short counts only the drafts before the cut as drafted.
+        rounds: per prompt, one ``(drafted, accepted)`` per verification, which commits accepted + 1 tokens.
+            A round that an end token or ``max_new_tokens`` cut short counts only the drafts before its last
+            token as drafted, so it is never a full one.
         draft_seconds, verify_seconds: wall-clock in head and backbone; prefill is in neither.
         seconds: all of it.
     """
@@ -118,7 +119,8 @@ def _check(
     needed = max(map(len, prompts)) + max_new_tokens
     if needed > decoder.max_positions:
         raise ValueError(
-            f"prompt and max_new_tokens need {needed} positions, the backbone has {decoder.max_positions}; shorten either"
+            f"prompt and max_new_tokens need {needed} positions, the backbone has {decoder.max_positions}; "
+            "shorten either"
         )
 
 
@@ -183,8 +185,11 @@ def _draft(drafter: SharedDrafter | None, batch: _Batch, count: int, rule: Rule)
     """``[rows, count]`` draft tokens; the head's cache lengths stay at the verified anchors."""
     if count == 0:
         return batch.pending.new_empty(len(batch.rows), 0)
-    assert drafter is not None and batch.state is not None and batch.head_cache is not None
-    state, drafts = batch.state, []
+    assert drafter is not None
+    assert batch.state is not None
+    assert batch.head_cache is not None
+    state: Tensor = batch.state
+    drafts: list[Tensor] = []
     for depth in range(1, count + 1):
         if depth > 1:
             state = drafter.deepen(drafts[-1], state, depth, batch.head_cache)
@@ -203,8 +208,8 @@ def _commit(
         if stop is not None:
             new = new[: stop + 1]
         if len(new) < len(tokens[position]) and result.rounds[row]:
-            # Cut short: only these drafts were put to use, so statistics of full rounds leave it out.
-            result.rounds[row][-1] = (len(new), len(new))
+            # Cut short: its last token ends it, whether drafted or added; statistics of full rounds leave it out.
+            result.rounds[row][-1] = (len(new) - 1, len(new) - 1)
         result.completions[row].extend(new)
         if on_tokens is not None:
             on_tokens(row, new)
