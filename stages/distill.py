@@ -1,4 +1,4 @@
-"""distill: the backbone completes the prompts of every split; token ids are kept."""
+"""distill: the backbone completes the prompts of every split; token ids and hidden states are kept."""
 
 import json
 import shutil
@@ -13,14 +13,16 @@ from selfspec.backbones.decoder import Decoder
 from selfspec.config import SPLITS, Config
 from selfspec.corpus import shards
 from selfspec.corpus.overlap import HeldoutIndex, shared_ngrams
-from selfspec.distill import prompts, records
+from selfspec.distill import prompts, records, states
 from selfspec.distill.journal import Journal, key_of
 from selfspec.distill.records import Completion, Prompt
+from selfspec.distill.states import States
 from selfspec.distill.writer import write_completions
 from stages._run import run
 
 SHARDS = Path("data/shards")
 OUT = Path("data/distill")
+HIDDEN = Path("data/hidden")
 JOURNALS = Path(".cache/distill")
 
 
@@ -40,6 +42,7 @@ def main(cfg: Config) -> None:
         JOURNALS,
         key_of([cfg.seed, cfg.backbone.model_dump(), cfg.distill.model_dump()], every),
         cfg.distill.records_per_shard,
+        load.DTYPES[cfg.backbone.dtype],
     )
     seconds, written = complete(cfg, journal, every)
 
@@ -59,6 +62,8 @@ def main(cfg: Config) -> None:
                 continue
             kept.append(completion)
         save(OUT / split, kept, cfg.distill.records_per_shard)
+        if split != "heldout":
+            save_states(journal, split, kept)
         if split == "train":
             summary = {
                 domain: {
@@ -89,10 +94,10 @@ def complete(cfg: Config, journal: Journal, every: list[Prompt]) -> tuple[float,
     decoder = Decoder(load.load_model(cfg.backbone))
     written = 0
 
-    def finished(completion: Completion) -> None:
+    def finished(completion: Completion, of: States) -> None:
         nonlocal written
         written += len(completion.completion_ids)
-        journal.add(completion)
+        journal.add(completion, of)
 
     started = time.perf_counter()
     with torch.inference_mode():
@@ -115,6 +120,12 @@ def save(directory: Path, completions: list[Completion], per_shard: int) -> None
     directory.mkdir(parents=True)
     for number, start in enumerate(range(0, max(1, len(completions)), per_shard)):
         records.write(directory / f"{number:05d}.parquet", completions[start : start + per_shard])
+
+
+def save_states(journal: Journal, split: str, completions: list[Completion]) -> None:
+    width = journal.states(completions[0]).hidden.shape[1]
+    tokens = sum(completion.length for completion in completions)
+    states.write(HIDDEN, split, map(journal.states, completions), tokens, width, journal.dtype)
 
 
 if __name__ == "__main__":

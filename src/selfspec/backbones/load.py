@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -67,6 +68,20 @@ def end_tokens(model: PreTrainedModel) -> tuple[int, ...]:
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def input_embeddings(model: PreTrainedModel) -> Tensor:
+    """``[vocabulary, hidden]``."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def output_projection(model: PreTrainedModel) -> Tensor:
+    """``[vocabulary, hidden]``, the lm_head; the input embeddings where a model ties them."""
+    weight = model.get_output_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _converted(gguf: Path) -> Path:

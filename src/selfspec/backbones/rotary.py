@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.backbones.load import input_embeddings
+
 
 class RotaryTable:
     """cos and sin for positions 0..capacity-1, each ``[capacity, head_dim]``, in ``dtype``."""
 
     def __init__(self, model: PreTrainedModel, capacity: int, dtype: torch.dtype) -> None:
-        weight = model.get_input_embeddings().weight
+        weight = input_embeddings(model)
         probe = torch.zeros(1, dtype=torch.float32, device=weight.device)  # its dtype is the table's before the cast
         positions = torch.arange(capacity, device=weight.device)[None]
         with torch.no_grad():

@@ -40,8 +40,8 @@ def refuse_leaks(ledger: Mapping[str, Any], trained: Iterable[str], heldout: Ite
         )
     if ledger["max_overlap_after"] > ledger["threshold"]:
         raise LeakError(
-            f"ledger: a held-out prompt shares {ledger['max_overlap_after']} {ledger['ngram']}-grams with training text, "
-            f"allowed: {ledger['threshold']} (shard.max_shared_ngrams); rerun shard"
+            f"ledger: a held-out prompt shares {ledger['max_overlap_after']} {ledger['ngram']}-grams with training "
+            f"text, allowed: {ledger['threshold']} (shard.max_shared_ngrams); rerun shard"
         )
 
 

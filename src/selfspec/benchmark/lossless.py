@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -31,7 +32,7 @@ class Comparison:
     identical: int
 
 
-def stock_greedy(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+def stock_greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
     """New tokens of stock ``generate`` (left-padded batches), an end token included, padding removed."""
     ends = set(end_tokens(model))
     completions: list[list[int]] = []

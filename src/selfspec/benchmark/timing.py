@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from selfspec.backbones.decoder import Decoder
 from selfspec.decoding.drafter import SharedDrafter
@@ -70,7 +70,7 @@ def our_runner(decoder: Decoder, drafter: SharedDrafter, num_drafts: int, max_ne
     return once
 
 
-def stock_runner(model: PreTrainedModel, lookup_tokens: int, max_new_tokens: int) -> Runner:
+def stock_runner(model: Any, lookup_tokens: int, max_new_tokens: int) -> Runner:
     """Stock ``generate``; with ``lookup_tokens``, its prompt look-up."""
     extra = {"prompt_lookup_num_tokens": lookup_tokens} if lookup_tokens else {}
 

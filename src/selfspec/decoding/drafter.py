@@ -39,9 +39,9 @@ class SharedDrafter:
         shared = [] if self.vocab.whole else [self.draft_rows]
         return sum(tensor.nbytes for tensor in block + own + shared)
 
-    def new_cache(self, rows: int, capacity: int) -> RaggedCache:
+    def new_cache(self, rows: int, limit: int) -> RaggedCache:
         decoder = self.decoder
-        return RaggedCache(1, rows, decoder.kv_heads, capacity, decoder.head_dim, decoder.dtype, decoder.device)
+        return RaggedCache(1, rows, decoder.kv_heads, limit, decoder.head_dim, decoder.dtype, decoder.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, states: Tensor, cache: RaggedCache, ahead: int = 0) -> Tensor:
@@ -49,10 +49,9 @@ class SharedDrafter:
 
         Writes keys behind each row's valid length plus ``ahead``; the caller advances the cache.
         """
-        lengths = [length + ahead for length in cache.lengths]
-        slots = Slots(lengths, tokens.shape[1], cache.capacity, self.decoder.dtype, self.decoder.device)
+        slots = Slots(cache, tokens.shape[1], self.decoder.group, ahead)
         embedding = F.embedding(tokens, self.decoder.embedding)
-        if min(lengths) == 0:  # as vLLM serves position 0, and as the head was trained
+        if min(cache.lengths) + ahead == 0:  # as vLLM serves position 0, and as the head was trained
             embedding = embedding.masked_fill((slots.positions == 0)[..., None], 0)
         width = embedding.shape[-1:]
         joined = torch.cat(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from selfspec.backbones.load import input_embeddings
 from selfspec.errors import SelfspecError
 from selfspec.heads.shared import SharedHead
 from selfspec.heads.vocab import DraftVocab
@@ -49,23 +50,28 @@ def save(directory: Path, head: SharedHead, vocab: DraftVocab, backbone: str) ->
     (directory / "head.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
+def check(directory: Path) -> None:
+    """Raise HeadError unless ``directory`` holds a trained head."""
+    if not (directory / "head.json").is_file():
+        raise HeadError(f"{directory}: no trained head here; run `make repro` first, or name another directory")
+
+
 def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> TrainedHead:
     """Read a head for ``model`` in ``dtype`` (default: the backbone's).
 
     Raises:
         HeadError: no head there, or sizes that do not fit the backbone.
     """
-    path = directory / "head.json"
-    if not path.is_file():
-        raise HeadError(f"{directory}: no trained head here; run `dvc repro train_kl` first")
-    facts = json.loads(path.read_text())
+    check(directory)
+    facts = json.loads((directory / "head.json").read_text())
     hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
     if (facts["hidden_size"], facts["vocab_size"]) != (hidden, vocab_size):
         raise HeadError(
-            f"{directory}: head of {facts['backbone']} (hidden {facts['hidden_size']}, vocabulary {facts['vocab_size']}) "
-            f"does not fit this backbone (hidden {hidden}, vocabulary {vocab_size}); train one for it"
+            f"{directory}: head of {facts['backbone']} (hidden {facts['hidden_size']}, "
+            f"vocabulary {facts['vocab_size']}) does not fit this backbone "
+            f"(hidden {hidden}, vocabulary {vocab_size}); train one for it"
         )
-    weight = model.get_input_embeddings().weight
+    weight = input_embeddings(model)
     tensors = load_file(directory / "head.safetensors", device=str(weight.device))
     vocab = DraftVocab(tensors.pop(_VOCAB_KEY), vocab_size)
     head = SharedHead(model, facts["depths"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from selfspec.backbones.block import Block, check_supported
-from selfspec.backbones.decoder import attend
+from selfspec.backbones.decoder import attend, fold_mask
 from selfspec.backbones.rotary import RotaryTable, rotate
 from selfspec.heads.alignment import Packed, chain_mask
 
@@ -117,6 +117,6 @@ def _attend_documents(
         v = torch.cat([values[0][tokens]] + [later[anchors] for later in values[1:]]).transpose(0, 1)[None]
         allowed = chain_mask(positions, tokens.stop - tokens.start, depth)
         bias = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device)
-        bias = bias.masked_fill_(~allowed, torch.finfo(q.dtype).min)[None, None]
+        bias = fold_mask(bias.masked_fill_(~allowed, torch.finfo(q.dtype).min)[None, None], q.shape[1] // k.shape[1])
         outputs.append(attend(q[anchors][None], k, v, bias, causal=False, scale=scale)[0])
     return torch.cat(outputs)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from selfspec.distill.records import Completion
+from selfspec.distill.states import StoredStates
 from selfspec.heads.alignment import Packed, pack
-from selfspec.training.hidden import CachedStates
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Batch:
 class Dataset:
     """Completions and their cached states, addressable by batch."""
 
-    def __init__(self, completions: Sequence[Completion], states: CachedStates, depths: int) -> None:
+    def __init__(self, completions: Sequence[Completion], states: StoredStates, depths: int) -> None:
         # A completion of one token teaches nothing beyond the backbone's own next token.
         self.completions = completions
         self.states = states
@@ -40,18 +40,16 @@ class Dataset:
         self.offsets = [0]
         for completion in completions:
             self.offsets.append(self.offsets[-1] + completion.length)
-        if self.offsets[-1] != len(states.states):
-            raise ValueError(
-                f"{len(states.states)} hidden states for {self.offsets[-1]} tokens: rerun the hidden stage"
-            )
+        if self.offsets[-1] != len(states):
+            raise ValueError(f"{len(states)} hidden states for {self.offsets[-1]} tokens: rerun distill")
         self.usable = [i for i, completion in enumerate(completions) if len(completion.completion_ids) > 1]
 
     def batch(self, indices: Sequence[int]) -> Batch:
         chosen = [self.completions[i] for i in indices]
         packed = pack([torch.tensor(c.tokens) for c in chosen], [len(c.prompt_ids) for c in chosen], self.depths)
-        spans = [(self.offsets[i], self.offsets[i + 1]) for i in indices]
-        hidden = torch.cat([self.states.rows(start, end) for start, end in spans])
-        lse = torch.cat([self.states.lse[start:end] for start, end in spans])[packed.teachers]
+        parts = [self.states.rows(self.offsets[i], self.offsets[i + 1]) for i in indices]
+        hidden = torch.cat([part.hidden for part in parts])
+        lse = torch.cat([part.lse for part in parts])[packed.teachers]
         return Batch(packed, hidden, lse, [c.id for c in chosen])
 
     def batches_per_epoch(self, size: int) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from selfspec.backbones.load import DTYPES
+from selfspec.backbones.load import DTYPES, input_embeddings, output_projection
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.config import TrainConfig
 from selfspec.errors import SelfspecError
@@ -123,8 +124,8 @@ class Trainer:
         self.dtype = DTYPES[config.dtype]
         self.head, self.objective, self.config, self.seed = head, objective, config, seed
         self.train, self.validation = train, validation
-        self.embedding = model.get_input_embeddings().weight.detach().to(self.dtype)
-        self.scorer = Scorer.of(model.get_output_embeddings().weight.detach(), vocab, self.dtype)
+        self.embedding = input_embeddings(model).detach().to(self.dtype)
+        self.scorer = Scorer.of(output_projection(model).detach(), vocab, self.dtype)
         longest = max(c.length for c in [*train.completions, *validation.completions])
         self.rotary = RotaryTable(model, longest + head.depths, self.dtype)
         self.weights = depth_weights(head.depths, depth_decay)
@@ -162,8 +163,8 @@ class Trainer:
                 norm = float(self.masters.take_gradients())
                 if not math.isfinite(norm) or not bool(tally.loss.isfinite().all()):
                     raise TrainingError(
-                        f"loss or gradient is not finite at step {step} (learning_rate {rate:.3g}); lower learning_rate "
-                        f"or look at these records: {', '.join(batch.ids)}"
+                        f"loss or gradient is not finite at step {step} (learning_rate {rate:.3g}); "
+                        f"lower learning_rate or look at these records: {', '.join(batch.ids)}"
                     )
                 torch.nn.utils.clip_grads_with_norm_(self.masters.masters, config.grad_clip, torch.tensor(norm))
                 optimizer.step()
@@ -174,10 +175,9 @@ class Trainer:
                 if step % _LOG_EVERY == 0 or step == steps:
                     done = _LOG_EVERY if step % _LOG_EVERY == 0 else step % _LOG_EVERY
                     self.curve.add(step, step / per_epoch, "train", recent, rate, norms / done)
-                    rate_now = anchors / max(progress.format_dict["elapsed"], 1e-9)
-                    progress.set_postfix_str(
-                        f"loss {float((recent.loss / recent.count) @ self.weights.double()):.3f}, {rate_now:,.0f} anchors/s"
-                    )
+                    mean = float((recent.loss / recent.count) @ self.weights.double())
+                    speed = anchors / max(progress.format_dict["elapsed"], 1e-9)
+                    progress.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} anchors/s")
                     recent, norms = Tally.zeros(self.head.depths), 0.0
                 progress.update()
                 if step % validate_every == 0 or step == steps:
@@ -199,7 +199,7 @@ class Trainer:
             measure=measure,
         )
 
-    def _validate(self, step: int, epoch: float, rate: float, progress: tqdm[None]) -> None:
+    def _validate(self, step: int, epoch: float, rate: float, progress: tqdm[Any]) -> None:
         total = Tally.zeros(self.head.depths)
         for batch in self.validation.once(self.config.batch_sequences):
             total.add(self._loss(batch, backward=False, measure=True))
@@ -212,7 +212,7 @@ class Trainer:
             )
 
     def _restore_float32(self) -> None:
-        self.head.float()
+        self.head.to(torch.float32)
         with torch.no_grad():
             for master, parameter in zip(self.masters.masters, self.head.parameters(), strict=True):
                 parameter.copy_(master)

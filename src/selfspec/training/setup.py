@@ -7,8 +7,8 @@ from pathlib import Path
 from selfspec.backbones.load import DTYPES
 from selfspec.config import BackboneConfig
 from selfspec.distill import records
+from selfspec.distill.states import StoredStates
 from selfspec.training.data import Dataset
-from selfspec.training.hidden import CachedStates
 
 
 def datasets(backbone: BackboneConfig, depths: int, data: Path = Path("data")) -> tuple[Dataset, Dataset]:
@@ -16,7 +16,7 @@ def datasets(backbone: BackboneConfig, depths: int, data: Path = Path("data")) -
     train, validation = (
         Dataset(
             records.read(data / "distill" / split),
-            CachedStates.open(data / "hidden", split, DTYPES[backbone.dtype]),
+            StoredStates.open(data / "hidden", split, DTYPES[backbone.dtype]),
             depths,
         )
         for split in ("train", "validation")
