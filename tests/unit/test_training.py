@@ -1,0 +1,401 @@
+"""Training: chunked equals plain, the float32 masters, the schedule, and a head that learns one text by heart."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from selfspec import losses
+from selfspec.backbones.decoder import Decoder
+from selfspec.backbones.rotary import RotaryTable
+from selfspec.benchmark.lossless import stock_greedy
+from selfspec.config import TrainConfig
+from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.loop import speculate
+from selfspec.decoding.rules import Greedy
+from selfspec.distill import states
+from selfspec.distill.records import Completion
+from selfspec.heads import checkpoint
+from selfspec.heads.shared import SharedHead
+from selfspec.heads.vocab import DraftVocab, choose
+from selfspec.training.chunked import Scorer, loss_and_gradient
+from selfspec.training.data import Dataset
+from selfspec.training.loop import MasterWeights, Trainer, TrainingError, schedule
+from tests.unit import tiny, tiny_heads
+
+DEPTHS = 3
+WHOLE = DraftVocab(torch.arange(288), 288)
+CUT = DraftVocab(torch.arange(0, 288, 2), 288)
+
+
+@pytest.fixture(scope="module")
+def model():
+    built = tiny.llama().requires_grad_(False)
+    built.generation_config.eos_token_id = None
+    return built
+
+
+def _completions(model, shapes):
+    """The backbone's own greedy text; ``shapes``: (prompt length, new tokens)."""
+    made = []
+    for number, (length, new) in enumerate(shapes):
+        prompt = tiny_heads.prompt(length, seed=number + 5)
+        made.append(
+            Completion(
+                f"r{number}", "s", "corpus", "chat", prompt, stock_greedy(model, [prompt], new)[0], "length", 0.0
+            )
+        )
+    return made
+
+
+def _dataset(model, completions, folder, depths=DEPTHS):
+    decoder = Decoder(model)
+    with torch.inference_mode():
+        parts = [states.recompute(decoder, completion) for completion in completions]
+    tokens = sum(completion.length for completion in completions)
+    states.write(folder, "train", parts, tokens, model.config.hidden_size, torch.float32)
+    return Dataset(completions, states.StoredStates.open(folder, "train", torch.float32), depths)
+
+
+def _config(**changes):
+    plain = {
+        "epochs": 1.0,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.0,
+        "batch_sequences": 2,
+        "warmup_fraction": 0.0,
+        "schedule": "constant",
+        "grad_clip": 1.0,
+        "dtype": "float32",
+        "eval_every": 1000.0,
+        "chunk_rows": 64,
+    }
+    return TrainConfig.model_validate(plain | changes)
+
+
+def _trainer(model, data, *, head_seed=0, seed=0, vocab=WHOLE, objective=None, **changes):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(head_seed)
+        head = SharedHead(model, data.depths)
+    objective = objective or losses.objective("ce")
+    return Trainer(model, head, vocab, objective, _config(**changes), 0.8, data, data, seed)
+
+
+# Loss and gradient
+
+OBJECTIVES = {
+    "ce": (losses.objective("ce"), 1.0),
+    "kl": (losses.objective("kl", temperature=2.0), 2.0),
+    "lk_hybrid": (losses.objective("lk_hybrid", eta=3.0, ce_weight=0.25), 1.0),
+}
+
+
+def _plain_position(name, logits, p, target):
+    if name == "ce":
+        return losses.ce(logits, target)
+    if name == "kl":
+        return losses.kl(logits, p, 2.0)
+    return losses.lk_hybrid(logits, p, 3.0) + 0.25 * losses.ce(logits, target)
+
+
+@pytest.fixture(scope="module")
+def batch(model, tmp_path_factory):
+    # A prompt of one token: its chains are cut short at the text's beginning.
+    data = _dataset(model, _completions(model, [(6, 9), (1, 5), (4, 2), (9, 12)]), tmp_path_factory.mktemp("batch"))
+    return data.batch(range(4))
+
+
+def _head_and_states(model, batch):
+    head = tiny_heads.random_head(model, DEPTHS).requires_grad_(True)
+    table = RotaryTable(model, 64, torch.float32)
+    return head, head(batch.packed, batch.hidden, model.get_input_embeddings().weight, table)
+
+
+def _plain(name, temperature, model, batch, vocab, weights):
+    """Loss, gradients, hits and alphas by depth with all logits at once and a full softmax as the teacher."""
+    head, per_depth = _head_and_states(model, batch)
+    packed, loss, by_depth = batch.packed, 0.0, []
+    for depth, state in enumerate(per_depth):
+        kept = packed.mask[depth]
+        teacher = model.lm_head(batch.hidden[packed.teachers[kept]])
+        p = torch.softmax(teacher / temperature, -1)[:, vocab.ids]
+        target = packed.targets[kept]
+        logits = F.linear(state[packed.rows[depth][kept]], model.lm_head.weight[vocab.ids])
+        each = _plain_position(name, logits, p, vocab.index[target])
+        loss = loss + weights[depth] * each.mean()
+        hits = (vocab.ids[logits.argmax(-1)] == target).sum()
+        by_depth.append(
+            [
+                float(each.detach().sum()),
+                float(hits),
+                float(losses.acceptance(logits.detach(), p).sum()),
+                int(kept.sum()),
+            ]
+        )
+    loss.backward()
+    return head, torch.tensor(by_depth, dtype=torch.float64).T
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 10, 24, 10_000])
+@pytest.mark.parametrize("vocab", [WHOLE, CUT], ids=["whole", "cut"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_chunked_equals_plain(model, batch, name, vocab, chunk_rows):
+    objective, temperature = OBJECTIVES[name]
+    weights = losses.depth_weights(DEPTHS, 0.8)
+    expected, sums = _plain(name, temperature, model, batch, vocab, weights)
+    head, per_depth = _head_and_states(model, batch)
+    scorer = Scorer.of(model.lm_head.weight, vocab, torch.float32)
+    tally = loss_and_gradient(per_depth, batch, scorer, objective, weights, chunk_rows, measure=True)
+    measured = torch.stack([tally.loss, tally.match, tally.alpha, tally.count])
+    torch.testing.assert_close(measured, sums, atol=1e-4, rtol=1e-5)
+    assert tally.count.tolist() == [27, 26, 25]  # of 28 tokens, less one a depth behind the one-token prompt
+    for (title, ours), plain in zip(head.named_parameters(), expected.parameters(), strict=True):
+        assert plain.grad.abs().max() > 1e-4, title
+        torch.testing.assert_close(ours.grad, plain.grad, atol=1e-5, rtol=1e-4, msg=title)
+
+
+def test_measuring_leaves_no_gradient(model, batch):
+    head, per_depth = _head_and_states(model, batch)
+    scorer = Scorer.of(model.lm_head.weight, CUT, torch.float32)
+    weights = losses.depth_weights(DEPTHS, 0.8)
+    loss_and_gradient(per_depth, batch, scorer, OBJECTIVES["ce"][0], weights, 16, backward=False, measure=True)
+    assert all(parameter.grad is None for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("vocab", [WHOLE, CUT], ids=["whole", "cut"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_teacher_is_normalised_over_all_tokens(model, batch, vocab, temperature):
+    scorer = Scorer.of(model.lm_head.weight, vocab, torch.float32)
+    hidden = batch.hidden[batch.packed.teachers]
+    full = torch.softmax(model.lm_head(hidden).double() / temperature, -1)[:, vocab.ids]
+    p = scorer.teacher(hidden, batch.lse, temperature)
+    torch.testing.assert_close(p.double(), full, atol=1e-6, rtol=1e-4)
+    if not vocab.whole:
+        assert (p.sum(-1) < 0.99).any()
+
+
+# Batches
+
+
+def test_batches_carry_the_states_of_their_own_records(model, tmp_path):
+    completions = _completions(model, [(5, 4), (3, 1), (7, 6)])
+    data = _dataset(model, completions, tmp_path)
+    got = data.batch([2, 0])
+    assert got.ids == ["r2", "r0"]
+    assert got.packed.tokens.tolist() == completions[2].tokens + completions[0].tokens
+    hidden = [model.model(torch.tensor([completions[i].tokens])).last_hidden_state[0, :-1] for i in (2, 0)]
+    torch.testing.assert_close(got.hidden[:12], hidden[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got.hidden[13:-1], hidden[1], atol=1e-4, rtol=1e-4)
+    lse = model.lm_head(got.hidden[got.packed.teachers]).logsumexp(-1)
+    torch.testing.assert_close(got.lse, lse, atol=1e-4, rtol=1e-4)
+
+
+def test_every_epoch_visits_every_usable_completion_once(model, tmp_path):
+    data = _dataset(model, _completions(model, [(4, 3), (4, 1), (5, 3), (6, 3), (4, 2), (3, 5)]), tmp_path)
+    assert data.batches_per_epoch(2) == 3
+    batches = data.epochs(2, seed=1)
+    epochs = [[name for _ in range(3) for name in next(batches).ids] for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(epoch) == ["r0", "r2", "r3", "r4", "r5"]  # r1 is one token: it teaches nothing
+    assert epochs[0] != epochs[1]
+    again = data.epochs(2, seed=1)
+    assert [name for _ in range(3) for name in next(again).ids] == epochs[0]
+    assert [name for got in data.once(2) for name in got.ids] == ["r0", "r2", "r3", "r4", "r5"]
+
+
+def test_states_of_other_completions_are_refused(model, tmp_path):
+    completions = _completions(model, [(5, 4), (3, 3)])
+    data = _dataset(model, completions, tmp_path)
+    with pytest.raises(ValueError, match="15 hidden states for 9 tokens: rerun distill"):
+        Dataset(completions[:1], data.states, DEPTHS)
+
+
+# Optimisation
+
+
+def test_masters_collect_what_bfloat16_cannot_hold():
+    module = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    masters = MasterWeights(module, torch.bfloat16)
+    optimizer = torch.optim.SGD(masters.masters, lr=1.0)
+    seen = []
+    for _ in range(40):  # steps of 2^-12: a sixteenth of what bfloat16 resolves below 1
+        module.weight.grad = torch.full_like(module.weight, 2.0**-12)
+        norm = masters.take_gradients()
+        assert module.weight.grad is None
+        optimizer.step()
+        masters.give_weights()
+        seen.append(float(module.weight.detach()[0, 0]))
+    assert float(norm) == pytest.approx(2 * 2.0**-12)  # four equal gradients
+    assert module.weight.dtype == torch.bfloat16
+    assert torch.allclose(masters.masters[0], torch.full((1, 4), 1 - 40 * 2.0**-12), atol=0)
+    assert seen[0] == 1.0
+    assert seen[-1] == float(torch.tensor(1 - 40 * 2.0**-12).bfloat16())
+
+
+def test_schedule_by_hand():
+    warm = schedule(_config(schedule="linear", warmup_fraction=0.2), 20)
+    assert [warm(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [warm(step) for step in (8, 12, 19)] == pytest.approx([0.75, 0.5, 1 / 16])
+    cosine = schedule(_config(schedule="cosine", warmup_fraction=0.2), 20)
+    assert [cosine(step) for step in (3, 4, 12)] == pytest.approx([1.0, 1.0, 0.5])
+    assert cosine(8) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    assert cosine(20) == pytest.approx(0.0)
+    flat = schedule(_config(schedule="constant", warmup_fraction=0.5), 4)
+    assert [flat(step) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    assert schedule(_config(), 1)(0) == 1.0  # a single step is not a warm-up to nothing
+
+
+def _weights(trainer):
+    trainer.run()
+    return {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+
+
+def test_the_same_seed_gives_the_same_weights(model, tmp_path):
+    data = _dataset(model, _completions(model, [(5, 6), (3, 5), (7, 4), (4, 4)]), tmp_path)
+    first = _weights(_trainer(model, data, seed=1, epochs=2.0))
+    again = _weights(_trainer(model, data, seed=1, epochs=2.0))
+    other = _weights(_trainer(model, data, seed=2, epochs=2.0))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name]), name
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in first.items())  # another order of batches
+
+
+def test_training_in_bfloat16_leaves_float32_weights(model, tmp_path):
+    data = _dataset(model, _completions(model, [(5, 6), (3, 5)]), tmp_path)
+    weights = _weights(_trainer(model, data, dtype="bfloat16", learning_rate=1e-5, epochs=4.0))
+    start = _trainer(model, data).head.state_dict()
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.float32
+        assert 0 < (tensor - start[name]).abs().max() < 5e-5  # below bfloat16's resolution of most, kept all the same
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
+
+
+def test_the_curve_says_what_happened(model, tmp_path):
+    data = _dataset(model, _completions(model, [(5, 6), (3, 5), (7, 4), (4, 4)]), tmp_path)
+    trainer = _trainer(model, data, epochs=11.0, eval_every=5.0, schedule="linear")
+    rows = trainer.run().rows
+    train = [row for row in rows if row["split"] == "train"]
+    validation = [row for row in rows if row["split"] == "validation"]
+    assert [(row["step"], row["depth"]) for row in train] == [(s, d) for s in (20, 22) for d in (1, 2, 3)]
+    assert [row["step"] for row in validation[::3]] == [10, 20, 22]
+    assert all(math.isnan(row["match"]) and row["grad_norm"] > 0 for row in train)
+    assert all(0 <= row["match"] <= 1 and 0 < row["alpha"] < 1 for row in validation)
+    assert train[-1]["learning_rate"] == pytest.approx(3e-3 / 21)
+    # The last validation row is the plain loss of the trained head.
+    tally = trainer._loss(data.batch(range(4)), backward=False, measure=True)
+    for row, loss, match, count in zip(validation[-3:], tally.loss, tally.match, tally.count, strict=True):
+        assert row["loss"] == pytest.approx(float(loss / count), rel=1e-4)
+        assert row["match"] == pytest.approx(float(match / count))
+    trainer.curve.write(tmp_path / "new" / "curve.csv")
+    lines = (tmp_path / "new" / "curve.csv").read_text().splitlines()
+    assert lines[0] == "step,epoch,split,depth,loss,match,alpha,learning_rate,grad_norm"
+    assert len(lines) == 1 + len(rows)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_record_is_named(model, tmp_path, value):
+    completions = _completions(model, [(5, 4), (3, 3), (6, 4)])
+    _dataset(model, completions, tmp_path)
+    stored = np.load(tmp_path / "train.npy")
+    stored[completions[0].length + 4] = value  # inside r1
+    np.save(tmp_path / "train.npy", stored)
+    data = Dataset(completions, states.StoredStates.open(tmp_path, "train", torch.float32), DEPTHS)
+    with pytest.raises(TrainingError, match=r"not finite at step \d+ .* these records: r1$"):
+        _trainer(model, data, batch_sequences=1).run()
+
+
+# The gate: a head that learned one text by heart drafts all of it
+
+
+@pytest.mark.parametrize("name", ["ce", "lk_hybrid"])
+def test_overfitting_one_text_accepts_full_blocks(tmp_path, name):
+    """Any shift between states, embeddings, labels, positions or caches of training and serving breaks this."""
+    model = tiny.llama(tied=False, seed=2).requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    prompt = tiny_heads.prompt(8, seed=17)
+    (text,) = stock_greedy(model, [prompt], 41)
+    assert len(set(text)) > 25  # nothing that a head without memory would get right
+    data = _dataset(model, [Completion("r0", "s", "corpus", "chat", prompt, text, "length", 0.0)], tmp_path)
+    objective = losses.objective(name, eta=1.0, ce_weight=1.0)
+    trainer = _trainer(model, data, objective=objective, epochs=200.0, learning_rate=1e-2, schedule="cosine")
+    last = trainer.run().rows[-DEPTHS:]
+    assert [(row["split"], row["depth"], row["match"]) for row in last] == [
+        ("validation", depth, 1.0) for depth in (1, 2, 3)
+    ]
+    decoder = Decoder(model)
+    drafter = SharedDrafter(decoder, checkpoint.TrainedHead(trainer.head, WHOLE, {}))
+    result = speculate(decoder, drafter, [prompt], max_new_tokens=41, num_drafts=DEPTHS, rule=Greedy())
+    assert result.completions == [text]
+    assert result.rounds == [[(DEPTHS, DEPTHS)] * 10]  # one token of the prefill, then 10 rounds of K + 1
+
+
+# Heads on disk
+
+
+def test_a_head_comes_back_as_it_went(model, tmp_path):
+    head = tiny_heads.random_head(model, DEPTHS)
+    checkpoint.save(tmp_path / "deep" / "head", head, CUT, "tiny")
+    loaded = checkpoint.load(tmp_path / "deep" / "head", model)
+    assert torch.equal(loaded.vocab.ids, CUT.ids)
+    assert loaded.module.depths == DEPTHS
+    assert loaded.facts["parameters"] == sum(p.numel() for p in head.parameters())
+    for (name, ours), theirs in zip(loaded.module.state_dict().items(), head.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+    half = checkpoint.load(tmp_path / "deep" / "head", model, torch.bfloat16)
+    assert torch.equal(half.module.eh_proj.weight, head.eh_proj.weight.bfloat16())
+
+
+def test_a_bfloat16_head_is_stored_in_float32(model, tmp_path):
+    head = tiny_heads.random_head(model, DEPTHS).bfloat16()
+    checkpoint.save(tmp_path, head, WHOLE, "tiny")
+    loaded = checkpoint.load(tmp_path, model)
+    assert loaded.module.eh_proj.weight.dtype == torch.float32
+    assert torch.equal(loaded.module.eh_proj.weight, head.eh_proj.weight.float())
+
+
+def test_a_head_that_is_missing_or_another_backbone_s_is_refused(model, tmp_path):
+    with pytest.raises(checkpoint.HeadError, match="no trained head here; run `"):
+        checkpoint.load(tmp_path, model)
+    checkpoint.save(tmp_path, tiny_heads.random_head(model, DEPTHS), WHOLE, "tiny")
+    for other in (tiny.llama(hidden_size=64), tiny.llama(vocab_size=300)):
+        with pytest.raises(checkpoint.HeadError, match=r"head of tiny .* does not fit this backbone"):
+            checkpoint.load(tmp_path, other)
+    facts = json.loads((tmp_path / "head.json").read_text())
+    assert (facts["depths"], facts["draft_vocab_size"], facts["backbone"]) == (DEPTHS, 288, "tiny")
+
+
+# The draft vocabulary
+
+
+def test_maps_both_ways():
+    vocab = DraftVocab(torch.tensor([1, 4, 5, 9]), 11)
+    assert torch.equal(vocab.index[vocab.ids], torch.arange(4))  # t2d after d2t
+    outside = [token for token in range(11) if token not in (1, 4, 5, 9)]
+    assert vocab.index[outside].tolist() == [-1] * 7
+    weight = torch.arange(22.0).view(11, 2)
+    assert torch.equal(vocab.rows(weight), weight[[1, 4, 5, 9]])
+    assert not vocab.whole
+    assert vocab.coverage(torch.tensor([1, 1, 0, 9])) == 0.75
+    whole = DraftVocab(torch.arange(11), 11)
+    assert whole.whole
+    assert whole.rows(weight) is weight
+    assert whole.coverage(torch.arange(11)) == 1.0
+
+
+@pytest.mark.parametrize("ids", [[4, 1], [1, 1, 4], [-1, 2], [1, 11]])
+def test_ids_that_are_no_vocabulary_are_refused(ids):
+    with pytest.raises(ValueError, match="ascending unique ids below 11"):
+        DraftVocab(torch.tensor(ids), 11)
+
+
+def test_the_most_frequent_tokens_are_chosen_lower_ids_first():
+    tokens = torch.tensor([7, 7, 7, 2, 2, 5, 5, 3, 3, 8])
+    assert choose(tokens, 10, 1).ids.tolist() == [7]
+    assert choose(tokens, 10, 3).ids.tolist() == [2, 3, 7]
+    assert choose(tokens, 10, 6).ids.tolist() == [0, 2, 3, 5, 7, 8]
+    for size in (0, 10, 99):
+        assert choose(tokens, 10, size).whole
