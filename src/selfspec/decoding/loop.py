@@ -175,8 +175,10 @@ def _round(
     after_observe = time.perf_counter()
     result.draft_seconds += (after_draft - clock) + (after_observe - after_verify)
     result.verify_seconds += after_verify - after_draft
-    for row, count in zip(batch.rows, accepted, strict=True):
-        result.rounds[row].append((drafted, count))
+    for row, room, count in zip(batch.rows, batch.room, accepted, strict=True):
+        # Drafts beyond a row's room are made because other rows have it; counted, only their rejections would show.
+        offered = min(drafted, room - 1)
+        result.rounds[row].append((offered, min(count, offered)))
     tokens = [row[:count] for row, count in zip(committed.tolist(), counts, strict=True)]
     _commit(batch, tokens, result, ends, on_tokens)
 

@@ -1,0 +1,439 @@
+"""Figures by hand, their intervals and identities, and the measurements that feed them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from selfspec import acceptance
+from selfspec.acceptance import Estimate, IdentityError
+from selfspec.backbones.decoder import Decoder
+from selfspec.benchmark import heldout, lossless, table, teacher_forced
+from selfspec.benchmark.timing import Method, Run, interleave, our_runner, stock_runner
+from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.loop import speculate
+from selfspec.decoding.rules import Greedy, Sampling
+from selfspec.distill.records import Completion
+from selfspec.heads.checkpoint import TrainedHead
+from selfspec.heads.vocab import DraftVocab
+from tests.unit import tiny, tiny_heads
+
+# Rounds
+
+COUNTS = np.array([[2.0, 1.0, 0.0, 1.0], [0.0, 0.0, 3.0, 1.0]])  # 8 full rounds of K = 3 on two prompts
+
+
+def test_only_full_rounds_count():
+    rounds = [[(3, 3), (3, 0), (2, 2), (3, 3), (0, 0)], [(1, 0)], [(3, 1)]]
+    expected = [[1, 0, 0, 2], [0, 0, 0, 0], [0, 1, 0, 0]]
+    assert acceptance.outcome_counts(rounds, 3).tolist() == expected
+    assert acceptance.outcome_counts([], 3).shape == (0, 4)
+
+
+def test_round_figures_by_hand():
+    figures = acceptance.round_statistics(COUNTS, 200, 0)
+    values = {key: estimate.value for key, estimate in figures.items()}
+    assert values == pytest.approx(
+        {
+            ("outcome", 0): 2 / 8,
+            ("outcome", 1): 1 / 8,
+            ("outcome", 2): 3 / 8,
+            ("outcome", 3): 2 / 8,
+            ("cumulative", 1): 6 / 8,
+            ("cumulative", 2): 5 / 8,
+            ("cumulative", 3): 2 / 8,
+            ("accept", 1): 6 / 8,
+            ("accept", 2): 5 / 6,
+            ("accept", 3): 2 / 5,
+            ("tokens_per_round", 0): (2 * 1 + 1 * 2 + 3 * 3 + 2 * 4) / 8,
+        }
+    )
+    assert {estimate.prompts for estimate in figures.values()} == {2}
+    assert figures["accept", 3].count == 5  # rounds in which draft 3 was judged
+    assert figures["cumulative", 3].count == 8
+
+
+def test_without_a_full_round_nothing_is_claimed():
+    figures = acceptance.round_statistics(np.zeros((3, 3)), 50, 0)
+    assert all(math.isnan(estimate.value) and estimate.count == 0 for estimate in figures.values())
+
+
+def test_a_depth_never_reached_is_no_zero():
+    figures = acceptance.round_statistics(np.array([[4.0, 0.0, 0.0]]), 50, 0)
+    assert figures["accept", 1].value == 0
+    assert math.isnan(figures["accept", 2].value)
+
+
+# Intervals
+
+
+def test_a_figure_is_a_ratio_of_sums():
+    weights = acceptance.resample_weights(2, 100, 0)
+    estimate = acceptance.ratio(np.array([1.0, 90.0]), np.array([1.0, 100.0]), weights)
+    assert estimate.value == pytest.approx(91 / 101)  # the mean of the ratios is 0.95
+    assert estimate.low == pytest.approx(0.9)  # the second prompt drawn twice
+    assert estimate.high == pytest.approx(1.0)  # the first one
+
+
+def test_one_prompt_has_no_width():
+    estimate = acceptance.ratio(np.array([3.0]), np.array([4.0]), acceptance.resample_weights(1, 100, 0))
+    assert estimate == Estimate(0.75, 0.75, 0.75, 1, 4.0)
+
+
+def test_resamples_draw_prompts_with_replacement():
+    weights = acceptance.resample_weights(2, 4000, 7)
+    assert (weights.sum(1) == 2).all()
+    share = [(weights[:, 0] == times).mean() for times in (0, 1, 2)]
+    assert share == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
+    assert np.array_equal(weights, acceptance.resample_weights(2, 4000, 7))
+    assert not np.array_equal(weights, acceptance.resample_weights(2, 4000, 8))
+
+
+def test_the_interval_holds_95_percent_of_the_resamples():
+    hits, positions = np.arange(40.0), np.full(40, 40.0)
+    weights = acceptance.resample_weights(40, 4000, 0)
+    estimate = acceptance.ratio(hits, positions, weights)
+    drawn = weights @ hits / (weights @ positions)
+    assert (drawn < estimate.low).mean() == pytest.approx(0.025, abs=0.003)
+    assert (drawn > estimate.high).mean() == pytest.approx(0.025, abs=0.003)
+    # And agrees with the normal approximation of a mean of 40.
+    assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * np.std(hits / 40) / math.sqrt(40), rel=0.1)
+
+
+def test_resamples_that_say_nothing_are_left_out():
+    weights = acceptance.resample_weights(2, 400, 0)
+    assert (weights[:, 1] == 0).any()
+    estimate = acceptance.ratio(np.array([0.0, 3.0]), np.array([0.0, 4.0]), weights)
+    assert estimate == Estimate(0.75, 0.75, 0.75, 2, 4.0)
+
+
+# Identities
+
+HOLDING = {
+    ("outcome", 0): 0.5,
+    ("outcome", 1): 0.5,
+    ("cumulative", 1): 0.5,
+    ("tokens_per_round", 0): 1.5,
+}
+
+
+def test_contradicting_figures_raise():
+    acceptance.check_rounds(HOLDING, 1)
+    with pytest.raises(IdentityError, match=r"outcome shares sum to 1\.1"):
+        acceptance.check_rounds(HOLDING | {("outcome", 1): 0.6}, 1)
+    with pytest.raises(IdentityError, match=r"tokens per round 1\.6 is not 1 \+ sum of cumulative = 1\.5"):
+        acceptance.check_rounds(HOLDING | {("tokens_per_round", 0): 1.6}, 1)
+
+
+def test_a_speedup_beyond_tokens_per_round_raises():
+    tau = Estimate(2.0, 1.8, 2.2, 9, 100.0)
+    acceptance.check_speedup("here", Estimate(2.5, 2.2, 2.8, 9, 1.0), tau)  # intervals touch
+    with pytest.raises(IdentityError, match=r"here: speedup 2\.500 .* exceeds tokens per round 2\.000"):
+        acceptance.check_speedup("here", Estimate(2.5, 2.3, 2.8, 9, 1.0), tau)
+
+
+# The benchmark's table
+
+VANILLA, MTP = Method("selfspec", "vanilla", 0), Method("selfspec", "mtp", 3)
+STOCK, LOOKUP = Method("transformers", "vanilla", 0), Method("transformers", "prompt_lookup", 10)
+
+
+def _bench(mtp_seconds=(0.5, 1.5, 1.0)):
+    rounds = [[(3, 3), (3, 0), (1, 1)], [(3, 2), (3, 2)], [(3, 3)]]
+    mtp = [Run(10, seconds, 0.25 * seconds, 0.5 * seconds, of) for seconds, of in zip(mtp_seconds, rounds, strict=True)]
+    vanilla = [Run(10, 1.0), Run(10, 3.0), Run(10, 1.0)]
+    return {
+        ("chat", "greedy", VANILLA): vanilla[:2],
+        ("chat", "greedy", MTP): mtp[:2],
+        ("chat", "greedy", STOCK): [Run(10, 2.0), Run(30, 2.0)],
+        ("chat", "greedy", LOOKUP): [Run(10, 2.0), Run(30, 6.0)],
+        ("code", "greedy", VANILLA): vanilla[2:],
+        ("code", "greedy", MTP): mtp[2:],
+    }
+
+
+def _rows(runs):
+    return {(row["domain"], row["method"], row["engine"]): row for row in table.rows(runs, 300, 0)}
+
+
+def test_speeds_are_totals_over_totals():
+    rows = _rows(_bench())
+    assert rows["chat", "vanilla", "selfspec"]["tokens_per_second"] == 20 / 4  # mean of speeds: 6.67
+    mtp = rows["chat", "mtp", "selfspec"]
+    assert (mtp["prompts"], mtp["tokens"], mtp["seconds"]) == (2, 20, 2.0)
+    assert (mtp["tokens_per_second"], mtp["speedup"]) == (10.0, 2.0)
+    assert (mtp["draft_share"], mtp["verify_share"], mtp["rest_share"]) == (0.25, 0.5, 0.25)
+    assert "speedup" not in rows["chat", "vanilla", "selfspec"]
+    # All domains: 30 tokens in 3 s against 30 in 5 s.
+    assert rows["all", "mtp", "selfspec"]["speedup"] == pytest.approx(5 / 3)
+    assert rows["all", "mtp", "selfspec"]["prompts"] == 3
+
+
+def test_acceptance_of_the_timed_runs():
+    row = _rows(_bench())["chat", "mtp", "selfspec"]
+    names = ("tokens_per_round", "first_accepted", "all_accepted", "none_accepted")
+    assert [row[name] for name in names] == [(4 + 1 + 3 + 3) / 4, 3 / 4, 1 / 4, 1 / 4]
+
+
+def test_intervals_are_paired_by_prompt():
+    """Both prompts run twice as fast, though one is three times slower than the other: no width."""
+    row = _rows(_bench())["chat", "mtp", "selfspec"]
+    assert (row["speedup_low"], row["speedup_high"]) == (2.0, 2.0)
+    wide = table.speedup([Run(10, 1.0), Run(10, 1.0)], [Run(10, 1.0), Run(10, 3.0)], 300, 0)
+    assert (wide.value, wide.low, wide.high) == (2.0, 1.0, 3.0)
+
+
+def test_a_rival_is_compared_with_its_own_engine():
+    row = _rows(_bench())["chat", "prompt_lookup", "transformers"]
+    assert row["tokens_per_second"] == 5.0
+    assert row["speedup"] == pytest.approx(5 / 10)
+    assert "draft_share" not in row
+    assert "tokens_per_round" not in row
+
+
+def test_an_impossible_speedup_stops_the_table():
+    with pytest.raises(IdentityError, match="bench chat greedy K=3: speedup"):
+        table.rows(_bench(mtp_seconds=(0.1, 0.3, 1.0)), 300, 0)  # 10 times as fast on 2.75 tokens a round
+
+
+# Timing
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_methods_are_interleaved_and_rotate(count):
+    calls = []
+
+    def runner(method):
+        def once(prompt, temperature, seed):
+            calls.append((method, tuple(prompt), temperature, seed))
+            return Run(len(calls), 1.0)
+
+        return once
+
+    methods = [Method("selfspec", "mtp", number) for number in range(count)]
+    prompts = {"chat": [[1], [2], [3]], "code": [[4], [5]]}
+    modes = {"greedy": 0.0, "t0.5": 0.5}
+    runs = interleave({method: runner(method) for method in methods}, prompts, modes, seed=40)
+
+    warm, timed = calls[: 2 * count], calls[2 * count :]
+    assert [(method, temperature) for method, _, temperature, _ in warm] == [
+        (m, t) for m in methods for t in (0.0, 0.5)
+    ]
+    turns = [timed[start : start + count] for start in range(0, len(timed), count)]
+    assert len(turns) == 5 * 2
+    for turn in turns:  # each method once, on one prompt in one mode with one seed
+        assert {call[0] for call in turn} == set(methods)
+        assert len({call[1:] for call in turn}) == 1
+    assert {tuple(rest) for (_, *rest), *_ in turns} == {
+        ((number,), temperature, seed)
+        for number, seed in ((1, 40), (2, 41), (3, 42), (4, 40), (5, 41))
+        for temperature in (0.0, 0.5)
+    }
+    leaders = [turn[0][0] for turn in turns]
+    assert {leaders.count(method) for method in methods} <= {10 // count, 10 // count + 1}
+    assert all(first != second for first, second in itertools.pairwise(leaders))
+    # Runs come back under their own key, in prompt order, without the warm-up.
+    assert sum(map(len, runs.values())) == len(timed)
+    for (domain, mode, method), of in runs.items():
+        mine = [i for i, call in enumerate(calls) if i >= len(warm) and call[0] == method and call[2] == modes[mode]]
+        mine = [i for i in mine if list(calls[i][1]) in prompts[domain]]
+        assert [run.tokens for run in of] == [i + 1 for i in mine]
+
+
+@pytest.fixture(scope="module")
+def model():
+    built = tiny.llama(vocab_size=24).requires_grad_(False)
+    built.generation_config.eos_token_id = None
+    return built
+
+
+@pytest.fixture(scope="module")
+def decoder(model):
+    return Decoder(model)
+
+
+PROMPTS = [tiny_heads.prompt(length, 24, seed=length) for length in (7, 1, 12)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_runners_report_what_they_decoded(model, decoder, temperature):
+    drafter = tiny_heads.drafter(decoder, model)
+    ours = our_runner(decoder, drafter, 2, 15)(PROMPTS[0], temperature, 3)
+    rule = Sampling(temperature, torch.Generator().manual_seed(3)) if temperature else Greedy()
+    wanted = speculate(decoder, drafter, PROMPTS[:1], max_new_tokens=15, num_drafts=2, rule=rule)
+    assert (ours.tokens, ours.rounds) == (15, wanted.rounds[0])
+    assert 0 < ours.draft_seconds + ours.verify_seconds < ours.seconds
+    stock = stock_runner(model, 0, 15)(PROMPTS[0], temperature, 3)
+    assert (stock.tokens, stock.rounds) == (15, [])
+    assert stock.seconds > 0
+
+
+def test_prompt_lookup_writes_as_many_tokens(model):
+    assert stock_runner(model, 3, 15)(PROMPTS[0], 0.0, 3).tokens == 15
+
+
+# Held-out prompts
+
+LEDGER = {"heldout_in_training": [], "max_overlap_after": 2, "threshold": 2, "ngram": 13}
+
+
+def test_leaks_are_refused():
+    heldout.refuse_leaks(LEDGER, ["a", "b"], ["c"])
+    with pytest.raises(heldout.LeakError, match=r"2 held-out prompts are in the training split \(b, x"):
+        heldout.refuse_leaks(LEDGER | {"heldout_in_training": ["x"]}, ["a", "b"], ["b", "c"])
+    with pytest.raises(heldout.LeakError, match="shares 3 13-grams with training text, allowed: 2"):
+        heldout.refuse_leaks(LEDGER | {"max_overlap_after": 3}, ["a"], ["c"])
+
+
+def test_greedy_text_is_compared_with_stock(model, decoder):
+    drafter = tiny_heads.drafter(decoder, model)
+    compared = lossless.check(model, decoder, drafter, PROMPTS, 14, 3)
+    assert compared == lossless.Comparison(prompts=3, tokens=42, identical=3)
+
+
+def test_a_tampered_decoder_is_found(model):
+    tampered = Decoder(model)
+    clean = lossless.stock_greedy(model, PROMPTS, 14)
+    token = clean[1][5]  # a token that cannot be written any more
+    tampered.lm_head = tampered.lm_head.clone()
+    tampered.lm_head[token] = 0
+    first = next(number for number, text in enumerate(clean) if token in text)
+    where = clean[first].index(token)
+    with pytest.raises(lossless.LosslessError) as raised:
+        lossless.check(model, tampered, tiny_heads.drafter(tampered, model), PROMPTS, 14, 3)
+    assert f"prompt {first} differs from stock generate at new token {where}:" in str(raised.value)
+    assert f"stock {clean[first][where : where + 3]}" in str(raised.value)
+
+
+# Teacher-forced
+
+DEPTHS = 3
+
+
+def _texts():
+    """Texts that the backbone would not have written: match is with its argmax, not with the text."""
+    shapes = [(5, 7), (1, 6), (9, 2)]
+    return [
+        Completion(
+            f"c{number}",
+            "s",
+            "corpus",
+            "chat" if number else "code",
+            tiny_heads.prompt(prompt, 24, seed=number),
+            tiny_heads.prompt(new, 24, seed=100 + number),
+            "length",
+            1.0,
+        )
+        for number, (prompt, new) in enumerate(shapes)
+    ]
+
+
+def _brute_force(model, decoder, head, completion):
+    """One anchor at a time through the drafter, probabilities by hand."""
+    drafter, tokens = SharedDrafter(decoder, head), torch.tensor(completion.tokens)
+    out = model.model(tokens[None]).last_hidden_state
+    backbone = model.lm_head(out)[0]
+    hits, overlap, positions = np.zeros(DEPTHS), np.zeros(DEPTHS), np.zeros(DEPTHS)
+    for anchor in range(len(tokens) - 2):
+        cache = drafter.new_cache(1, 64)
+        state = drafter.observe(tokens[None, 1 : anchor + 2], out[:, : anchor + 1], [anchor + 1], cache)
+        for depth in range(1, DEPTHS + 1):
+            predicted = anchor + depth + 1
+            if predicted >= len(tokens):
+                break
+            if depth > 1:
+                state = drafter.deepen(tokens[anchor + depth][None], state, depth, cache)
+            if predicted < len(completion.prompt_ids):
+                continue
+            q = torch.zeros(24)
+            q[head.vocab.ids] = torch.softmax(drafter.logits(state)[0], -1)
+            p = torch.softmax(backbone[predicted - 1], -1)
+            hits[depth - 1] += int(q.argmax() == p.argmax())
+            overlap[depth - 1] += float(torch.minimum(p, q).sum())
+            positions[depth - 1] += 1
+    return hits, overlap, positions
+
+
+@pytest.mark.parametrize("ids", [None, torch.arange(0, 24, 2)], ids=["whole", "cut"])
+def test_teacher_forced_equals_brute_force(model, decoder, ids, monkeypatch):
+    monkeypatch.setattr(teacher_forced, "_CHUNK", 3)  # several chunks a text
+    head = tiny_heads.trained(model, tiny_heads.random_head(model, DEPTHS), ids)
+    forced = teacher_forced.measure(decoder, head, _texts(), DEPTHS)
+    expected = [_brute_force(model, decoder, head, completion) for completion in _texts()]
+    for row, (hits, overlap, positions) in enumerate(expected):
+        assert forced.hits[row].tolist() == hits.tolist()
+        assert forced.positions[row].tolist() == positions.tolist()
+        assert forced.overlap[row] == pytest.approx(overlap, abs=1e-4)
+    assert forced.positions.tolist() == [[7, 7, 7], [5, 4, 3], [2, 2, 2]]
+    assert forced.hits.sum() > 0
+
+
+def _oracle(shift):
+    """A head that knows the backbone's state ``shift`` positions beside the teacher's."""
+
+    def module(packed, hidden, embedding, rotary):
+        return [hidden[(index + shift).clamp(0, len(hidden) - 1)] for index in packed.inputs]
+
+    return TrainedHead(module, DraftVocab(torch.arange(24), 24), {})
+
+
+def test_a_head_that_equals_the_backbone_matches_everywhere(decoder):
+    forced = teacher_forced.measure(decoder, _oracle(0), _texts(), DEPTHS)
+    assert np.array_equal(forced.hits, forced.positions)
+    assert forced.overlap == pytest.approx(forced.positions, abs=1e-4)
+    for shift in (-1, 1):
+        shifted = teacher_forced.measure(decoder, _oracle(shift), _texts(), DEPTHS)
+        assert shifted.hits.sum() < shifted.positions.sum() / 2
+        assert shifted.overlap.sum() < 0.9 * shifted.positions.sum()
+
+
+def _figures(rows):
+    return {(row.domain, row.mode, row.metric, row.depth): row for row in rows}
+
+
+def test_forced_rows_by_domain_and_pooled(model, decoder):
+    head = tiny_heads.trained(model, tiny_heads.random_head(model, DEPTHS))
+    texts = _texts()
+    forced = teacher_forced.measure(decoder, head, texts, DEPTHS)
+    rows = _figures(heldout.forced_rows(decoder, head, {"code": texts[:1], "chat": texts[1:]}, DEPTHS, 50, 0))
+    assert len(rows) == 3 * 2 * DEPTHS
+    for domain, of in {"code": slice(0, 1), "chat": slice(1, 3), "all": slice(0, 3)}.items():
+        for depth in range(DEPTHS):
+            count = forced.positions[of, depth].sum()
+            match = rows[domain, "teacher_forced", "match", depth + 1]
+            assert match.value == pytest.approx(forced.hits[of, depth].sum() / count)
+            assert (match.count, match.prompts) == (count, of.stop - of.start)
+            overlap = rows[domain, "teacher_forced", "overlap", depth + 1]
+            assert overlap.value == pytest.approx(forced.overlap[of, depth].sum() / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_running_rows_count_the_loop_s_rounds(model, decoder, batch_size):
+    drafter, texts = tiny_heads.drafter(decoder, model), _texts()
+    rows = _figures(
+        heldout.running_rows(
+            decoder,
+            drafter,
+            {"code": texts[:1], "chat": texts[1:]},
+            {"greedy": Greedy},
+            num_drafts=2,
+            max_new_tokens=18,
+            batch_size=batch_size,
+            samples=50,
+            seed=0,
+        )
+    )
+    # One prompt at a time: what is decoded beside a prompt must not show in its figures.
+    rounds = [
+        speculate(decoder, drafter, [c.prompt_ids], max_new_tokens=18, num_drafts=2, rule=Greedy()).rounds[0]
+        for c in texts
+    ]
+    assert any(accepted for of_prompt in rounds for _, accepted in of_prompt)
+    for domain, of in {"code": slice(0, 1), "chat": slice(1, 3), "all": slice(0, 3)}.items():
+        figures = acceptance.round_statistics(acceptance.outcome_counts(rounds[of], 2), 50, 0)
+        row = rows[domain, "greedy", "tokens_per_round", 0]
+        assert (row.value, row.count) == (figures["tokens_per_round", 0].value, figures["tokens_per_round", 0].count)
+        assert row.prompts == of.stop - of.start
+    assert len(rows) == 3 * (3 + 2 * 2 + 1)
