@@ -183,6 +183,9 @@ def test_intervals_are_paired_by_prompt():
     assert (row["speedup_low"], row["speedup_high"]) == (2.0, 2.0)
     wide = table.speedup([Run(10, 1.0), Run(10, 1.0)], [Run(10, 1.0), Run(10, 3.0)], 300, 0)
     assert (wide.value, wide.low, wide.high) == (2.0, 1.0, 3.0)
+    # Sampled texts differ in length: a speed is tokens a second, on both sides.
+    longer = table.speedup([Run(30, 2.0)], [Run(10, 1.0)], 50, 0)
+    assert (longer.value, longer.low, longer.high) == (1.5, 1.5, 1.5)
 
 
 def test_a_rival_is_compared_with_its_own_engine():
