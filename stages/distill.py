@@ -100,17 +100,17 @@ def complete(cfg: Config, journal: Journal, every: list[Prompt]) -> tuple[float,
         journal.add(completion, of)
 
     started = time.perf_counter()
-    with torch.inference_mode():
-        write_completions(
-            decoder,
-            remaining,
-            end_tokens=decoder.end_tokens,
-            max_new_tokens=cfg.distill.max_new_tokens,
-            temperature=cfg.distill.temperature,
-            batch_size=cfg.distill.batch_size,
-            seed=cfg.seed,
-            on_finished=finished,
-        )
+    write_completions(
+        decoder,
+        remaining,
+        end_tokens=decoder.end_tokens,
+        max_new_tokens=cfg.distill.max_new_tokens,
+        temperature=cfg.distill.temperature,
+        batch_size=cfg.distill.batch_size,
+        seed=cfg.seed,
+        on_finished=finished,
+        workers=torch.get_num_threads() if decoder.device.type == "cpu" else 1,
+    )
     journal.flush()
     return time.perf_counter() - started, written
 

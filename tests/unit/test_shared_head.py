@@ -135,7 +135,9 @@ def test_drafting_equals_training_after_every_accept_count(model, head, accepted
         for depth in range(2, DEPTHS + 1):
             chain_state = drafter.deepen(wrong[depth - 2 : depth - 1], chain_state, depth, cache)
         count = accepted + 1
-        state = drafter.observe(text[None, known + 1 : known + 1 + count], hidden[:, known : known + count], [count], cache)
+        state = drafter.observe(
+            text[None, known + 1 : known + 1 + count], hidden[:, known : known + count], [count], cache
+        )
         known += count
     expected = Reference(model, head).chain(text.tolist(), hidden[0], known - 1, DEPTHS)
     states = [state]

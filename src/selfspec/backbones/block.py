@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from selfspec.backbones.load import BackboneError
+from selfspec.backbones.rotary import rotate
 
 # Families whose decoder layer is: norm, q/k/v (+ optional per-head norms), rotary, attention,
 # o_proj, residual, norm, gated MLP, residual. Others fit once an adapter like Block exists.
@@ -40,11 +41,18 @@ def check_supported(config: PretrainedConfig) -> None:
         )
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, float32 inside, in the fewest passes torch has on a CPU."""
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype) * weight
+
+
 class BlockLike(Protocol):
     """What attention code needs from a decoder layer."""
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[..., heads, head_dim]``, keys and values ``[..., kv_heads, head_dim]``, before rotary."""
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries ``[..., heads, head_dim]`` and keys, and values ``[..., kv_heads, head_dim]``."""
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual stream after attention output ``[..., heads * head_dim]`` and the MLP, ``[..., hidden]``."""
@@ -57,7 +65,7 @@ class Block:
         self.layer: Any = layer
         self.head_dim = head_dim
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         attention = self.layer.self_attn
         normed = self.layer.input_layernorm(x)
         q, k, v = (
@@ -66,16 +74,16 @@ class Block:
         )
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
-        return q, k, v
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values alone: all that a position without a loss contributes."""
         attention = self.layer.self_attn
         normed = self.layer.input_layernorm(x)
         k, v = (p(normed).unflatten(-1, (-1, self.head_dim)) for p in (attention.k_proj, attention.v_proj))
         if hasattr(attention, "k_norm"):
             k = attention.k_norm(k)
-        return k, v
+        return rotate(k, cos, sin), v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.layer.self_attn.o_proj(attended)
@@ -102,17 +110,23 @@ class FusedBlock:
         attention, mlp = layer.self_attn, layer.mlp
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.head_dim = head_dim
-        self.sizes = [p.out_features for p in projections]
+        self.heads = [p.out_features // head_dim for p in projections]
 
-        def cast(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.detach().to(dtype).contiguous()
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(dtype).contiguous()
+
+        def cast_optional(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else cast(tensor)
 
         self.qkv_weight = cast(torch.cat([p.weight for p in projections]))
-        self.qkv_bias = cast(_bias(projections))
-        self.o_weight, self.o_bias = cast(attention.o_proj.weight), cast(attention.o_proj.bias)
+        self.qkv_bias = cast_optional(_bias(projections))
+        self.o_weight, self.o_bias = cast(attention.o_proj.weight), cast_optional(attention.o_proj.bias)
         gate_up = [mlp.gate_proj, mlp.up_proj]
-        self.gate_up_weight, self.gate_up_bias = cast(torch.cat([p.weight for p in gate_up])), cast(_bias(gate_up))
-        self.down_weight, self.down_bias = cast(mlp.down_proj.weight), cast(mlp.down_proj.bias)
+        self.gate_up_weight, self.gate_up_bias = (
+            cast(torch.cat([p.weight for p in gate_up])),
+            cast_optional(_bias(gate_up)),
+        )
+        self.down_weight, self.down_bias = cast(mlp.down_proj.weight), cast_optional(mlp.down_proj.bias)
         self.activation = mlp.act_fn
         self.input_norm, self.post_norm = (
             cast(layer.input_layernorm.weight),
@@ -122,17 +136,21 @@ class FusedBlock:
         self.q_norm = cast(attention.q_norm.weight) if hasattr(attention, "q_norm") else None
         self.k_norm = cast(attention.k_norm.weight) if hasattr(attention, "k_norm") else None
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        normed = F.rms_norm(x, x.shape[-1:], self.input_norm, self.eps)
-        merged = F.linear(normed, self.qkv_weight, self.qkv_bias)  # type: ignore[arg-type]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in merged.split(self.sizes, dim=-1))
-        if self.q_norm is not None:
-            q = F.rms_norm(q, (self.head_dim,), self.q_norm, self.eps)
-            k = F.rms_norm(k, (self.head_dim,), self.k_norm, self.eps)
-        return q, k, v
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = rms_norm(x, self.input_norm, self.eps)
+        merged = F.linear(normed, self.qkv_weight, self.qkv_bias)
+        heads = merged.unflatten(-1, (-1, self.head_dim))
+        queries, keys, _ = self.heads
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(heads[..., :queries, :], self.q_norm, self.eps)
+            k = rms_norm(heads[..., queries : queries + keys, :], self.k_norm, self.eps)
+            rotated = rotate(torch.cat([q, k], dim=-2), cos, sin)
+        else:  # queries and keys lie side by side: one rotation serves both
+            rotated = rotate(heads[..., : queries + keys, :], cos, sin)
+        return rotated[..., :queries, :], rotated[..., queries:, :], heads[..., queries + keys :, :]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + F.linear(attended, self.o_weight, self.o_bias)  # type: ignore[arg-type]
-        normed = F.rms_norm(x, x.shape[-1:], self.post_norm, self.eps)
-        gate, up = F.linear(normed, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)  # type: ignore[arg-type]
-        return x + F.linear(self.activation(gate) * up, self.down_weight, self.down_bias)  # type: ignore[arg-type]
+        x = x + F.linear(attended, self.o_weight, self.o_bias)
+        normed = rms_norm(x, self.post_norm, self.eps)
+        gate, up = F.linear(normed, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)
+        return x + F.linear(self.activation(gate) * up, self.down_weight, self.down_bias)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.backbones.block import FusedBlock, check_supported
+from selfspec.backbones.block import FusedBlock, check_supported, rms_norm
 from selfspec.backbones.load import end_tokens, input_embeddings, output_projection
-from selfspec.backbones.rotary import RotaryTable, rotate
+from selfspec.backbones.rotary import RotaryTable
 
 _CAPACITY_STEP = 64  # slots by which the cache of several rows grows
 _FEW_QUERIES = 32  # folded queries a row up to which batched products win
@@ -156,7 +156,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(rows, time, heads * head_dim)
     group = heads // kv_heads
-    folded = q.view(rows, time, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
+    folded = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
     if rows > 1 and mask is not None and folded.shape[2] <= _FEW_QUERIES and k.is_contiguous():
         out = _attend_products(folded * scale, k, v, mask)
     else:
@@ -213,10 +213,10 @@ class Decoder:
         cos, sin = self.rotary.at(slots.positions)
         x = F.embedding(tokens, self.embedding)
         for index, block in enumerate(self.blocks):
-            q, k, v = block.qkv(x)
-            keys, values = cache.write(index, rotate(k, cos, sin), v, slots)
-            x = block.finish(x, attend(rotate(q, cos, sin), keys, values, slots.mask, slots.causal, self.scale))
-        return F.rms_norm(x, x.shape[-1:], self.norm, self.eps)
+            q, k, v = block.qkv(x, cos, sin)
+            keys, values = cache.write(index, k, v, slots)
+            x = block.finish(x, attend(q, keys, values, slots.mask, slots.causal, self.scale))
+        return rms_norm(x, self.norm, self.eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ class RotaryTable:
         with torch.no_grad():
             cos, sin = model.get_decoder().rotary_emb(probe, positions)
         self.cos: Tensor = cos[0].to(dtype)
-        self.sin: Tensor = sin[0].to(dtype)
+        # The sign of (-second, first) goes into the table: rotating is then a roll and no negation.
+        half = sin.shape[-1] // 2
+        self.sin: Tensor = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1).to(dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin ``[..., 1, head_dim]`` at ``positions [...]``, ready to broadcast over heads."""
@@ -27,6 +29,9 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to ``x [..., heads, head_dim]`` (half-split layout, as Llama and Qwen)."""
+    """Apply rotary embedding to ``x [..., heads, head_dim]`` (half-split layout, as Llama and Qwen).
+
+    ``cos`` and ``sin`` come from ``RotaryTable.at``.
+    """
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.backbones.block import FusedBlock
+from selfspec.backbones.block import FusedBlock, rms_norm
 from selfspec.backbones.decoder import Decoder, RaggedCache, Slots, attend
-from selfspec.backbones.rotary import rotate
 from selfspec.heads.checkpoint import TrainedHead
 
 
@@ -53,17 +52,12 @@ class SharedDrafter:
         embedding = F.embedding(tokens, self.decoder.embedding)
         if min(cache.lengths) + ahead == 0:  # as vLLM serves position 0, and as the head was trained
             embedding = embedding.masked_fill((slots.positions == 0)[..., None], 0)
-        width = embedding.shape[-1:]
-        joined = torch.cat(
-            [F.rms_norm(embedding, width, self.enorm, self.eps), F.rms_norm(states, width, self.hnorm, self.eps)],
-            dim=-1,
-        )
+        joined = torch.cat([rms_norm(embedding, self.enorm, self.eps), rms_norm(states, self.hnorm, self.eps)], dim=-1)
         x = F.linear(joined, self.eh_proj)
-        q, k, v = self.block.qkv(x)
-        cos, sin = self.decoder.rotary.at(slots.positions)
-        keys, values = cache.write(0, rotate(k, cos, sin), v, slots)
-        attended = attend(rotate(q, cos, sin), keys, values, slots.mask, slots.causal, self.decoder.scale)
-        return F.rms_norm(self.block.finish(x, attended), width, self.post_norm, self.eps)
+        q, k, v = self.block.qkv(x, *self.decoder.rotary.at(slots.positions))
+        keys, values = cache.write(0, k, v, slots)
+        attended = attend(q, keys, values, slots.mask, slots.causal, self.decoder.scale)
+        return rms_norm(self.block.finish(x, attended), self.post_norm, self.eps)
 
     def observe(self, tokens: Tensor, states: Tensor, counts: list[int], cache: RaggedCache) -> Tensor:
         """Take verified anchors in: true ``states [rows, time, H]`` with their next ``tokens [rows, time]``.

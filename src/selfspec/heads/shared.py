@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from selfspec.backbones.block import Block, check_supported
 from selfspec.backbones.decoder import attend, fold_mask
-from selfspec.backbones.rotary import RotaryTable, rotate
+from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads.alignment import Packed, chain_mask
 
 
@@ -73,20 +73,18 @@ class SharedHead(nn.Module):
         x = self.combine(first, hidden)
         layout = _layout(packed)
         position = packed.position[packed.anchors]
-        keys, values = block.kv(x)
-        keys = rotate(keys, *rotary.at(packed.position))
+        keys, values = block.kv(x, *rotary.at(packed.position))
         all_keys, all_values = [keys], [values]
         x = x[packed.anchors]
         states: list[Tensor] = []
         for depth in range(1, packed.depths + 1):
             if depth > 1:
                 x = self.combine(F.embedding(packed.tokens[packed.inputs[depth - 1]], embedding), states[-1])
-            cos, sin = rotary.at(position + depth - 1)
-            q, k, v = block.qkv(x)
+            q, k, v = block.qkv(x, *rotary.at(position + depth - 1))
             if depth > 1:
-                all_keys.append(rotate(k, cos, sin))
+                all_keys.append(k)
                 all_values.append(v)
-            attended = _attend_documents(rotate(q, cos, sin), all_keys, all_values, layout, depth, self.scale)
+            attended = _attend_documents(q, all_keys, all_values, layout, depth, self.scale)
             states.append(self.post_norm(block.finish(x, attended)))
         return states
 
