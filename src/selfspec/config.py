@@ -209,6 +209,7 @@ class HeadConfig(_Section):
 
 class TrainConfig(_Section):
     epochs: PositiveFloat
+    optimizer: Literal["muon", "adamw"]
     learning_rate: PositiveFloat
     weight_decay: NaturalFloat
     batch_sequences: PositiveInt

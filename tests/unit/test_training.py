@@ -23,7 +23,7 @@ from selfspec.heads.shared import SharedHead
 from selfspec.heads.vocab import DraftVocab, choose
 from selfspec.training.chunked import Scorer, loss_and_gradient
 from selfspec.training.data import Dataset
-from selfspec.training.loop import MasterWeights, Trainer, TrainingError, schedule
+from selfspec.training.loop import MasterWeights, Trainer, TrainingError, build_optimizers, schedule
 from tests.unit import tiny, tiny_heads
 
 DEPTHS = 3
@@ -63,6 +63,7 @@ def _dataset(model, completions, folder, depths=DEPTHS):
 def _config(**changes):
     plain = {
         "epochs": 1.0,
+        "optimizer": "adamw",
         "learning_rate": 3e-3,
         "weight_decay": 0.0,
         "batch_sequences": 2,
@@ -197,12 +198,12 @@ def test_every_epoch_visits_every_usable_completion_once(model, tmp_path):
     data = _dataset(model, _completions(model, [(4, 3), (4, 1), (5, 3), (6, 3), (4, 2), (3, 5)]), tmp_path)
     assert data.batches_per_epoch(2) == 3
     batches = data.epochs(2, seed=1)
-    epochs = [[name for _ in range(3) for name in next(batches).ids] for _ in range(2)]
+    epochs = [[name for _ in range(3) for name in data.batch(next(batches)).ids] for _ in range(2)]
     for epoch in epochs:
         assert sorted(epoch) == ["r0", "r2", "r3", "r4", "r5"]  # r1 is one token: it teaches nothing
     assert epochs[0] != epochs[1]
     again = data.epochs(2, seed=1)
-    assert [name for _ in range(3) for name in next(again).ids] == epochs[0]
+    assert [name for _ in range(3) for name in data.batch(next(again)).ids] == epochs[0]
     assert [name for got in data.once(2) for name in got.ids] == ["r0", "r2", "r3", "r4", "r5"]
 
 
@@ -399,3 +400,27 @@ def test_the_most_frequent_tokens_are_chosen_lower_ids_first():
     assert choose(tokens, 10, 6).ids.tolist() == [0, 2, 3, 5, 7, 8]
     for size in (0, 10, 99):
         assert choose(tokens, 10, size).whole
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_parts_on_threads_train_like_one_batch(model, tmp_path, monkeypatch, optimizer):
+    """A batch split over two threads is the same step, summation order aside."""
+    shapes = [(6, 9), (3, 5), (4, 7), (9, 12)]
+    data = _dataset(model, _completions(model, shapes), tmp_path)
+    weights = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        trainer = _trainer(model, data, optimizer=optimizer, batch_sequences=4, epochs=3.0, learning_rate=1e-3)
+        assert trainer.threads == threads
+        trainer.run()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in trainer.head.parameters()]))
+    # Muon orthogonalises in bfloat16, so it amplifies the last bits more than AdamW does.
+    torch.testing.assert_close(weights[1], weights[0], atol=2e-4 if optimizer == "muon" else 2e-5, rtol=1e-3)
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest():
+    masters = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(3))]
+    muon, adamw = build_optimizers(masters, _config(optimizer="muon"))
+    assert isinstance(muon, torch.optim.Muon)
+    assert [p.shape for p in muon.param_groups[0]["params"]] == [(4, 3)]
+    assert [p.shape for p in adamw.param_groups[0]["params"]] == [(3,)]

@@ -77,6 +77,7 @@ def loss_and_gradient(
     weights: Tensor,
     chunk_rows: int,
     *,
+    counts: Tensor | None = None,
     backward: bool = True,
     measure: bool = False,
 ) -> Tally:
@@ -86,6 +87,7 @@ def loss_and_gradient(
         states: K tensors ``[A, H]`` from a head.
         weights: ``[K]`` depth weights; the loss is sum_d weights[d] * mean over depth d's positions.
         chunk_rows: rows of logits alive at once.
+        counts: ``[K]`` positions of the whole batch, where ``batch`` is a part of one; default: its own.
         measure: also tally argmax match with the target and alpha (needs the teacher).
 
     Returns:
@@ -98,7 +100,7 @@ def loss_and_gradient(
     gradient = torch.zeros_like(source)
     tally = Tally.zeros(depths)
     tally.count = packed.mask.sum(1).double()
-    scale = (weights / packed.mask.sum(1).clamp(min=1))[:, None]
+    scale = (weights / (packed.mask.sum(1) if counts is None else counts).clamp(min=1))[:, None]
     target = scorer.vocab.index[packed.targets]
     depth_index = torch.arange(depths)[:, None]
     for chunk in torch.arange(len(packed.teachers)).split(max(1, chunk_rows // depths)):

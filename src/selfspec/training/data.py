@@ -52,16 +52,24 @@ class Dataset:
         lse = torch.cat([part.lse for part in parts])[packed.teachers]
         return Batch(packed, hidden, lse, [c.id for c in chosen])
 
+    def parts(self, indices: Sequence[int], number: int) -> list[Batch]:
+        """The batch of ``indices`` in at most ``number`` parts of about equal tokens, without empty ones."""
+        longest_first = sorted(indices, key=lambda i: -self.completions[i].length)
+        groups: list[list[int]] = [[] for _ in range(min(number, len(indices)))]
+        for i in longest_first:
+            min(groups, key=lambda group: sum(self.completions[j].length for j in group)).append(i)
+        return [self.batch(group) for group in groups if group]
+
     def batches_per_epoch(self, size: int) -> int:
         return -(-len(self.usable) // size)
 
-    def epochs(self, size: int, seed: int) -> Iterator[Batch]:
-        """Shuffled batches without end; every epoch visits every completion once."""
+    def epochs(self, size: int, seed: int) -> Iterator[list[int]]:
+        """Indices of shuffled batches without end; every epoch visits every completion once."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = [self.usable[i] for i in torch.randperm(len(self.usable), generator=generator).tolist()]
             for start in range(0, len(order), size):
-                yield self.batch(order[start : start + size])
+                yield order[start : start + size]
 
     def once(self, size: int) -> Iterator[Batch]:
         """Every completion once, in order."""
