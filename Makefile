@@ -72,6 +72,10 @@ format: $(READY)  ## let ruff rewrite what it can
 deps: $(READY)  ## rewrite the code dependencies in dvc.yaml from what the stages import
 	python -m tools.sync_deps
 
+.PHONY: readme
+readme: $(READY)  ## write the figures of README.md from reports/
+	python -m tools.readme_figures
+
 .PHONY: hooks
 hooks: $(READY)  ## run the linters before each commit
 	pre-commit install
