@@ -1,7 +1,7 @@
 """Write the figures of README.md from reports/, so that no number there is typed by hand: ``python -m tools.readme_figures``.
 
 Blocks stand between ``<!-- figures: NAME -->`` and ``<!-- /figures -->``; a test holds them to reports/.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from selfspec.reporting import text
-from selfspec.reporting.measures import Measures, mode_name
+from selfspec.reporting import text  # noqa: E402
+from selfspec.reporting.measures import Measures, mode_name  # noqa: E402
 
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[a-z]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
@@ -60,7 +60,7 @@ def table(measures: Measures, bench: dict[str, Any]) -> str:
     ks = ", ".join(f"{measures.best_k(mode)} ({mode_name(mode)})" for mode in measures.modes("bench"))
     note = (
         f"Drafts a round: {ks}. In brackets: 95 % bootstrap interval over "
-        f"{text.count(measures.number('bench.chat.greedy.prompts'))} prompts a domain, one interleaved run. The rival is "
+        f"{text.count(measures.number('bench.chat.greedy.prompts'))} prompts a domain, one interleaved run. The rival is "  # noqa: E501
         "the better of the look-up lengths tried, against stock vanilla decoding."
     )
     return text.Table(header, rows, note).markdown() + "\n"
