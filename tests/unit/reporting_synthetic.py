@@ -65,8 +65,10 @@ def _accept_rows(rng, domains, modes, depths, prompts):
     rows = []
     for mode in modes:
         runs = {domain: [_rounds(rng, domain, mode, depths) for _ in range(prompts)] for domain in domains}
-        runs["all"] = [run for domain in domains for run in runs[domain]]
-        for domain, accepted in runs.items():
+        groups = {(domain, "all"): run for domain, run in runs.items()}
+        groups |= {group: [runs[group[0]][number] for number in half] for group, half in _halves(domains, prompts)}
+        groups["all", "all"] = [run for domain in domains for run in runs[domain]]
+        for (domain, source), accepted in groups.items():
             total = np.array([len(run) for run in accepted], dtype=float)
             at_least = {n: np.array([(run >= n).sum() for run in accepted], dtype=float) for n in range(depths + 1)}
             exactly = {n: np.array([(run == n).sum() for run in accepted], dtype=float) for n in range(depths + 1)}
@@ -79,6 +81,7 @@ def _accept_rows(rng, domains, modes, depths, prompts):
                 rows.append(
                     dict(
                         domain=domain,
+                        source=source,
                         mode=mode,
                         metric=metric,
                         depth=depth,
@@ -89,14 +92,17 @@ def _accept_rows(rng, domains, modes, depths, prompts):
                         count=int(bottom.sum()),
                     )
                 )
-    for domain in (*domains, "all"):
-        count = prompts * (len(domains) if domain == "all" else 1)
+    sizes = {(domain, "all"): prompts for domain in domains} | {("all", "all"): prompts * len(domains)}
+    sizes |= {group: len(half) for group, half in _halves(domains, prompts)}
+    for (domain, source), count in sizes.items():
         for metric, scale in (("match", 1.0), ("overlap", 0.85)):
             for depth in range(1, depths + 1):
                 value = FIRST_ACCEPT.get(domain, 0.6) * scale * 0.88 ** (depth - 1)
+                value += 0.02 * source.endswith("_late")
                 rows.append(
                     dict(
                         domain=domain,
+                        source=source,
                         mode="teacher_forced",
                         metric=metric,
                         depth=depth,
@@ -108,6 +114,13 @@ def _accept_rows(rng, domains, modes, depths, prompts):
                     )
                 )
     return rows
+
+
+def _halves(domains, prompts):
+    """Each domain's two sources, and which of its prompts come from them."""
+    for domain in domains:
+        yield (domain, f"synthetic_{domain}"), range(-(-prompts // 3))
+        yield (domain, f"synthetic_{domain}_late"), range(-(-prompts // 3), prompts)
 
 
 def _bench_rows(rng, domains, modes, draft_counts, lookup_counts, prompts):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -300,8 +301,8 @@ def test_a_tampered_decoder_is_found(model):
     tampered = Decoder(model)
     clean = lossless.stock_greedy(model, PROMPTS, 14)
     token = clean[1][5]  # a token that cannot be written any more
-    tampered.lm_head = tampered.lm_head.clone()
-    tampered.lm_head[token] = 0
+    score = tampered.logits
+    tampered.logits = lambda hidden: score(hidden).index_fill(-1, torch.tensor([token]), -math.inf)
     first = next(number for number, text in enumerate(clean) if token in text)
     where = clean[first].index(token)
     with pytest.raises(lossless.LosslessError) as raised:
@@ -321,7 +322,7 @@ def _texts():
     return [
         Completion(
             f"c{number}",
-            "s",
+            f"s{number}",
             "corpus",
             "chat" if number else "code",
             tiny_heads.prompt(prompt, 24, seed=number),
@@ -393,7 +394,25 @@ def test_a_head_that_equals_the_backbone_matches_everywhere(decoder):
 
 
 def _figures(rows):
-    return {(row.domain, row.mode, row.metric, row.depth): row for row in rows}
+    return {(row.domain, row.source, row.mode, row.metric, row.depth): row for row in rows}
+
+
+# Domain and source of a row, and which of the texts it is about.
+GROUPS = {
+    ("code", "all"): [0],
+    ("code", "s0"): [0],
+    ("chat", "all"): [1, 2],
+    ("chat", "s1"): [1],
+    ("chat", "s2"): [2],
+    ("all", "all"): [0, 1, 2],
+}
+
+
+def test_every_source_every_domain_and_all_are_groups():
+    assert heldout.grouped(_texts()) == GROUPS
+    # A source that is called "all" counts its prompts once.
+    named_all = [replace(completion, source="all") for completion in _texts()]
+    assert heldout.grouped(named_all) == {("code", "all"): [0], ("chat", "all"): [1, 2], ("all", "all"): [0, 1, 2]}
 
 
 def test_forced_rows_by_domain_and_pooled(model, decoder):
@@ -401,14 +420,14 @@ def test_forced_rows_by_domain_and_pooled(model, decoder):
     texts = _texts()
     forced = teacher_forced.measure(decoder, head, texts, DEPTHS)
     rows = _figures(heldout.forced_rows(decoder, head, {"code": texts[:1], "chat": texts[1:]}, DEPTHS, 50, 0))
-    assert len(rows) == 3 * 2 * DEPTHS
-    for domain, of in {"code": slice(0, 1), "chat": slice(1, 3), "all": slice(0, 3)}.items():
+    assert len(rows) == len(GROUPS) * 2 * DEPTHS
+    for group, of in GROUPS.items():
         for depth in range(DEPTHS):
             count = forced.positions[of, depth].sum()
-            match = rows[domain, "teacher_forced", "match", depth + 1]
+            match = rows[*group, "teacher_forced", "match", depth + 1]
             assert match.value == pytest.approx(forced.hits[of, depth].sum() / count)
-            assert (match.count, match.prompts) == (count, of.stop - of.start)
-            overlap = rows[domain, "teacher_forced", "overlap", depth + 1]
+            assert (match.count, match.prompts) == (count, len(of))
+            overlap = rows[*group, "teacher_forced", "overlap", depth + 1]
             assert overlap.value == pytest.approx(forced.overlap[of, depth].sum() / count, rel=1e-5)
 
 
@@ -434,9 +453,9 @@ def test_running_rows_count_the_loop_s_rounds(model, decoder, batch_size):
         for c in texts
     ]
     assert any(accepted for of_prompt in rounds for _, accepted in of_prompt)
-    for domain, of in {"code": slice(0, 1), "chat": slice(1, 3), "all": slice(0, 3)}.items():
-        figures = acceptance.round_statistics(acceptance.outcome_counts(rounds[of], 2), 50, 0)
-        row = rows[domain, "greedy", "tokens_per_round", 0]
+    for group, of in GROUPS.items():
+        figures = acceptance.round_statistics(acceptance.outcome_counts([rounds[number] for number in of], 2), 50, 0)
+        row = rows[*group, "greedy", "tokens_per_round", 0]
         assert (row.value, row.count) == (figures["tokens_per_round", 0].value, figures["tokens_per_round", 0].count)
-        assert row.prompts == of.stop - of.start
-    assert len(rows) == 3 * (3 + 2 * 2 + 1)
+        assert row.prompts == len(of)
+    assert len(rows) == len(GROUPS) * (3 + 2 * 2 + 1)

@@ -168,6 +168,17 @@ def test_sources_show_each_pin_once_and_mark_what_was_held_out(tmp_path):
     assert row_of(rendered, "## Data", "synthetic_code")[2] == "none: held out"
 
 
+def test_each_source_has_its_row(report, rendered):
+    found = report.measures.metrics
+    for source in ("synthetic_code", "synthetic_code_late"):
+        key = f"accept.source.{source}"
+        prompts, first, *_, tau = row_of(rendered, "### By source", source)
+        assert prompts == f"{found[f'{key}.prompts']:.0f}"
+        assert first == text.share(report.measures.get(f"{key}.match_1"))
+        assert tau == text.ratio(report.measures.get(f"{key}.greedy.tokens_per_round"))
+    assert found["accept.source.synthetic_code.prompts"] + found["accept.source.synthetic_code_late.prompts"] == 24
+
+
 def test_a_tiny_run_has_a_card(tmp_path):
     rendered = card.render(make_report(tmp_path, **SMALL))
     assert "**greedy**" in rendered

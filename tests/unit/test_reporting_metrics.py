@@ -35,7 +35,8 @@ def test_acceptance_values_are_the_tables(paths):
     found = merged(paths)
     table = pd.read_csv(paths.accept)
     for row in table.to_dict("records"):
-        prefix = f"accept.{row['domain']}" + ("" if row["mode"] == "teacher_forced" else f".{row['mode']}")
+        prefix = f"accept.{row['domain']}" if row["source"] == "all" else f"accept.source.{row['source']}"
+        prefix += "" if row["mode"] == "teacher_forced" else f".{row['mode']}"
         name = row["metric"] if row["metric"] == "tokens_per_round" else f"{row['metric']}_{row['depth']}"
         for end, column in (("", "value"), ("_low", "low"), ("_high", "high")):
             assert found[f"{prefix}.{name}{end}"] == row[column]
@@ -131,6 +132,45 @@ def test_a_broken_acceptance_identity_is_one_line(paths, metric, shift):
         merged(paths)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, SelfspecError)
+
+
+def _of_source(table: pd.DataFrame, metric: str) -> pd.Series:
+    return (table["source"] == "synthetic_code") & (table["mode"] == "t0.5") & (table["metric"] == metric)
+
+
+@pytest.mark.parametrize("metric", ["outcome", "tokens_per_round", "cumulative"])
+def test_a_source_s_identities_are_held_too(paths, metric):
+    def edit(table: pd.DataFrame) -> None:
+        table.loc[table.index[_of_source(table, metric)][0], "value"] += 1e-5
+
+    change(paths.accept, edit)
+    with pytest.raises(ReportError, match=r"^accept\.csv, code/synthetic_code/t0\.5: .*rerun the accept stage$"):
+        merged(paths)
+
+
+def test_a_source_without_a_full_round_claims_nothing(paths):
+    def edit(table: pd.DataFrame) -> None:
+        for metric in ("outcome", "cumulative", "accept", "tokens_per_round"):
+            table.loc[_of_source(table, metric), ["value", "low", "high"]] = float("nan")
+            table.loc[_of_source(table, metric), "count"] = 0
+
+    change(paths.accept, edit)
+    found = merged(paths)
+    assert found["accept.source.synthetic_code.t0.5.rounds"] == 0
+    assert "accept.source.synthetic_code.t0.5.tokens_per_round" not in found
+    assert "accept.source.synthetic_code_late.t0.5.tokens_per_round" in found
+
+
+def test_sources_are_not_taken_for_a_domain_or_a_mode(paths):
+    table = pd.read_csv(paths.accept)
+    table["source"] = table["source"].replace("synthetic_code", "greedy")
+    table.to_csv(paths.accept, index=False)
+    measures = Measures(merged(paths))
+    assert measures.domains("accept") == ["chat", "maths", "code", "prose", "all"]
+    assert measures.modes("accept") == ["greedy", "t0.5", "t1.0"]
+    domains = ("chat", "code", "maths", "prose")
+    named = {f"synthetic_{domain}{end}" for domain in domains for end in ("", "_late")}
+    assert measures.sources() == sorted(named - {"synthetic_code"} | {"greedy"})
 
 
 def test_rounding_noise_below_the_tolerance_passes(paths):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from selfspec.acceptance import Estimate, outcome_counts, ratio, resample_weights, round_statistics
@@ -20,6 +19,7 @@ from selfspec.errors import SelfspecError
 from selfspec.heads.checkpoint import TrainedHead
 
 ALL = "all"
+Group = tuple[str, str]  # domain and source; either may be ALL, the domain only with the source
 
 
 class LeakError(SelfspecError):
@@ -50,6 +50,7 @@ class Row:
     """One figure of ``reports/accept.csv``."""
 
     domain: str
+    source: str
     mode: str
     metric: str
     depth: int
@@ -60,8 +61,18 @@ class Row:
     count: float
 
 
-def _row(domain: str, mode: str, metric: str, depth: int, estimate: Estimate) -> Row:
-    return Row(domain, mode, metric, depth, **vars(estimate))
+def _row(group: Group, mode: str, metric: str, depth: int, estimate: Estimate) -> Row:
+    return Row(*group, mode, metric, depth, **vars(estimate))
+
+
+def grouped(completions: Sequence[Completion]) -> dict[Group, list[int]]:
+    """Which of ``completions`` each row of figures is about: every source of a domain, every domain, all of them."""
+    members: dict[Group, list[int]] = {}
+    for number, completion in enumerate(completions):
+        domain, source = completion.domain, completion.source
+        for group in dict.fromkeys([(domain, ALL), (domain, source), (ALL, ALL)]):
+            members.setdefault(group, []).append(number)
+    return members
 
 
 def forced_rows(
@@ -72,24 +83,19 @@ def forced_rows(
     samples: int,
     seed: int,
 ) -> list[Row]:
-    """``match`` and ``overlap`` by domain and over all."""
-    sums = {
-        domain: teacher_forced.measure(decoder, head, group, depths)
-        for domain, group in tqdm(groups.items(), desc="teacher-forced", unit="domain")
-    }
-    merged = {
-        name: np.concatenate([getattr(part, name) for part in sums.values()])
-        for name in ("hits", "overlap", "positions")
-    }
-    sums[ALL] = teacher_forced.Forced(**merged)
+    """``match`` and ``overlap`` by source, by domain and over all."""
+    completions = [completion for group in groups.values() for completion in group]
+    forced = teacher_forced.measure(
+        decoder, head, tqdm(completions, desc="teacher-forced", unit="prompt", mininterval=2), depths
+    )
     rows = []
-    for domain, forced in sums.items():
-        weights = resample_weights(len(forced.hits), samples, seed)
+    for group, members in grouped(completions).items():
+        weights = resample_weights(len(members), samples, seed)
         for depth in range(depths):
-            positions = forced.positions[:, depth]
+            positions = forced.positions[members, depth]
             for metric, totals in (("match", forced.hits), ("overlap", forced.overlap)):
-                estimate = ratio(totals[:, depth], positions, weights)
-                rows.append(_row(domain, "teacher_forced", metric, depth + 1, estimate))
+                estimate = ratio(totals[members, depth], positions, weights)
+                rows.append(_row(group, "teacher_forced", metric, depth + 1, estimate))
     return rows
 
 
@@ -105,31 +111,30 @@ def running_rows(
     samples: int,
     seed: int,
 ) -> list[Row]:
-    """Round statistics by domain and over all, for each mode's acceptance rule."""
+    """Round statistics by source, by domain and over all, for each mode's acceptance rule."""
     rows = []
-    total = len(modes) * sum(map(len, groups.values()))
-    with tqdm(total=total, desc="free-running", unit="prompt", mininterval=2) as progress:
+    batches = [batch for group in groups.values() for batch in _batches(group, batch_size)]
+    completions = [completion for batch in batches for completion in batch]
+    members = grouped(completions)
+    with tqdm(total=len(modes) * len(completions), desc="free-running", unit="prompt", mininterval=2) as progress:
         for mode, rule in modes.items():
-            counts: dict[str, np.ndarray] = {}
-            for domain, group in groups.items():
-                rounds: list[list[tuple[int, int]]] = []
-                for batch in _batches(group, batch_size):
-                    result = speculate(
-                        decoder,
-                        drafter,
-                        [completion.prompt_ids for completion in batch],
-                        max_new_tokens=max_new_tokens,
-                        num_drafts=num_drafts,
-                        rule=rule(),
-                        end_tokens=decoder.end_tokens,
-                    )
-                    rounds += result.rounds
-                    progress.update(len(batch))
-                counts[domain] = outcome_counts(rounds, num_drafts)
-            counts[ALL] = np.concatenate(list(counts.values()))
-            for domain, of_domain in counts.items():
-                for (metric, depth), estimate in round_statistics(of_domain, samples, seed).items():
-                    rows.append(_row(domain, mode, metric, depth, estimate))
+            rounds: list[list[tuple[int, int]]] = []
+            for batch in batches:
+                result = speculate(
+                    decoder,
+                    drafter,
+                    [completion.prompt_ids for completion in batch],
+                    max_new_tokens=max_new_tokens,
+                    num_drafts=num_drafts,
+                    rule=rule(),
+                    end_tokens=decoder.end_tokens,
+                )
+                rounds += result.rounds
+                progress.update(len(batch))
+            counts = outcome_counts(rounds, num_drafts)
+            for group, numbers in members.items():
+                for (metric, depth), estimate in round_statistics(counts[numbers], samples, seed).items():
+                    rows.append(_row(group, mode, metric, depth, estimate))
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ class Forced:
 
 
 @torch.inference_mode()
-def measure(decoder: Decoder, head: TrainedHead, completions: Sequence[Completion], depths: int) -> Forced:
+def measure(decoder: Decoder, head: TrainedHead, completions: Iterable[Completion], depths: int) -> Forced:
     """Run the head over each completion with the true embeddings, as in training."""
     rows = [_one(decoder, head, completion, depths) for completion in completions]
     hits, overlap, positions = (np.array(column) for column in zip(*rows, strict=True))

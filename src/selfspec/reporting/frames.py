@@ -66,6 +66,28 @@ def tokens_per_round(measures: Measures) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["domain", "mode", "value", "low", "high", "prompts", "rounds"])
 
 
+def by_source(measures: Measures) -> pd.DataFrame:
+    """``source, metric, depth, value, low, high, prompts``: ``match`` by depth, and greedy ``tokens_per_round``.
+
+    ``depth`` is 0 for tokens per round.
+    """
+    keys = [("match", depth, f"match_{depth}") for depth in measures.depths("match")]
+    keys.append(("tokens_per_round", 0, "greedy.tokens_per_round"))
+    rows = [
+        {
+            "source": source,
+            "metric": metric,
+            "depth": depth,
+            **_columns(estimate),
+            "prompts": measures.number(f"accept.source.{source}.prompts"),
+        }
+        for source in measures.sources()
+        for metric, depth, key in keys
+        if (estimate := measures.get(f"accept.source.{source}.{key}")) is not None
+    ]
+    return pd.DataFrame(rows, columns=["source", "metric", "depth", "value", "low", "high", "prompts"])
+
+
 def speedup(measures: Measures) -> pd.DataFrame:
     """``mode, domain, method, drafts, value, low, high, prompts``: each method against its own engine's vanilla.
 

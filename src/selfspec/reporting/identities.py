@@ -17,15 +17,18 @@ def check_acceptance(accept: pd.DataFrame) -> None:
     """Hold ``accept.csv`` to: outcome shares sum to 1, and tokens per round = 1 + sum of cumulative.
 
     Raises:
-        ReportError: a domain and mode breaks an identity, or lacks the rows to check it.
+        ReportError: a domain, source and mode breaks an identity, or lacks the rows to check it. A group
+            without a full round (count 0) claims nothing and is passed over.
     """
     free_running = accept[accept["mode"] != "teacher_forced"]
-    for (domain, mode), rows in free_running.groupby(["domain", "mode"], sort=True):
-        where = f"accept.csv, {domain}/{mode}"
+    for (domain, source, mode), rows in free_running.groupby(["domain", "source", "mode"], sort=True):
+        where = "accept.csv, " + "/".join([domain, mode] if source == "all" else [domain, source, mode])
         values = {metric: rows.loc[rows["metric"] == metric, "value"] for metric in _NEEDED}
         absent = [metric for metric, found in values.items() if found.empty]
         if absent:
             raise ReportError(f"{where}: no {' or '.join(absent)} rows, so its identities cannot be checked")
+        if float(rows.loc[rows["metric"] == "tokens_per_round", "count"].iloc[0]) == 0:
+            continue
         shares = float(values["outcome"].sum())
         if not abs(shares - 1.0) <= TOLERANCE:  # written so that NaN fails too
             raise ReportError(f"{where}: outcome shares sum to {shares:.8g}, not 1; rerun the accept stage")

@@ -13,7 +13,7 @@ import pandas as pd
 from selfspec.reporting.errors import ReportError
 
 TRAIN_COLUMNS = ("step", "epoch", "split", "depth", "loss", "match", "alpha")
-ACCEPT_COLUMNS = ("domain", "mode", "metric", "depth", "value", "low", "high", "prompts", "count")
+ACCEPT_COLUMNS = ("domain", "source", "mode", "metric", "depth", "value", "low", "high", "prompts", "count")
 BENCH_SHARES = ("first_accepted", "all_accepted", "none_accepted")
 BENCH_TIME_SHARES = ("draft_share", "verify_share", "rest_share")
 BENCH_ESTIMATES = ("speedup", "tokens_per_round")

@@ -41,12 +41,16 @@ class Measures:
 
     def domains(self, part: str) -> list[str]:
         """Domains of ``accept`` or ``bench``, in the project's order, others by name, ``all`` last."""
-        found = self._matches(rf"{part}\.(?P<domain>[a-z0-9_]+)\.(?:greedy|t[0-9]|match_|overlap_)", "domain")
-        return order_domains(found)
+        pattern = rf"{part}\.(?!source\.)(?P<domain>[a-z0-9_]+)\.(?:greedy|t[0-9]|match_|overlap_)"
+        return order_domains(self._matches(pattern, "domain"))
+
+    def sources(self) -> list[str]:
+        """Sources of the held-out prompts whose acceptance was measured, by name."""
+        return sorted(self._matches(r"accept\.source\.(?P<source>[a-z0-9_]+)\.", "source"))
 
     def modes(self, part: str) -> list[str]:
         """Decoding modes of ``accept`` or ``bench``: greedy, then sampling by rising temperature."""
-        found = self._matches(rf"{part}\.[a-z0-9_]+\.{_MODE}\.", "mode")
+        found = self._matches(rf"{part}\.(?!source\.)[a-z0-9_]+\.{_MODE}\.", "mode")
         return order_modes(found)
 
     def depths(self, metric: str) -> list[int]:

@@ -62,9 +62,10 @@ def _estimate(key: str, row: Mapping[str, Any], column: str) -> Pairs:
 
 def _acceptance(inputs: Inputs) -> Pairs:
     table = inputs.accept.rename(columns={"low": "value_low", "high": "value_high"})
-    for (domain, mode), rows in table.groupby(["domain", "mode"], sort=True):
+    for (domain, source, mode), rows in table.groupby(["domain", "source", "mode"], sort=True):
         forced = mode == "teacher_forced"
-        prefix = f"accept.{domain}" if forced else f"accept.{domain}.{mode}"
+        of = f"accept.{domain}" if source == "all" else f"accept.source.{source}"
+        prefix = of if forced else f"{of}.{mode}"
         yield f"{prefix}.prompts", float(rows["prompts"].max())
         if not forced:
             yield f"{prefix}.rounds", float(rows.loc[rows["metric"] == "tokens_per_round", "count"].iloc[0])

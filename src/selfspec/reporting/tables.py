@@ -69,6 +69,21 @@ def tokens_per_round(measures: Measures) -> Table:
     return _by_domain(frame, "mode", "{}", text.ratio, INTERVALS)
 
 
+def by_source(measures: Measures) -> Table:
+    """Acceptance by source of the held-out prompts: argmax match by depth, and greedy tokens per round."""
+    frame = frames.by_source(measures)
+    depths = sorted(set(frame.loc[frame["metric"] == "match", "depth"]))
+    keys = [("match", depth) for depth in depths] + [("tokens_per_round", 0)]
+    names = [f"match, depth {depth}" for depth in depths] + ["tokens per round, greedy"]
+    cells = {(row["source"], row["metric"], row["depth"]): row for row in frame.to_dict("records")}
+    rows = []
+    for source, of_source in frame.groupby("source", sort=True):
+        found = [(metric, _estimate(cells.get((source, metric, depth)))) for metric, depth in keys]
+        written = [text.share(each) if metric == "match" else text.ratio(each) for metric, each in found]
+        rows.append([str(source), text.count(of_source["prompts"].max()), *written])
+    return Table(["source", "prompts", *names], rows, INTERVALS if rows else "")
+
+
 def time_split(measures: Measures) -> Table:
     """Shares of decoding time by K and mode, all domains together."""
     rows = [

@@ -94,6 +94,11 @@ def teacher_forced(report: Report) -> Blocks:
     return Blocks(tuple(parts))
 
 
+def by_source(report: Report) -> Blocks:
+    """Acceptance on each source of the held-out prompts."""
+    return Blocks((tables.by_source(report.measures),))
+
+
 def time_split(report: Report) -> Blocks:
     """Where a round's time goes."""
     return Blocks((picture(report, "time_split"), tables.time_split(report.measures)))
