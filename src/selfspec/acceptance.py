@@ -9,8 +9,12 @@ end token or a length limit. Then, with n_a the number of full rounds that accep
 - accept[d]      = P(draft d accepted | drafts 1..d-1 accepted) = cumulative[d] / cumulative[d-1]
 - tokens_per_round (tau) = committed tokens per verification = 1 + sum_d cumulative[d]
 
-Teacher-forced figures are marginal: match[d] is the share of positions where the head's argmax at
-depth d is the backbone's, overlap[d] the mean of sum_v min(p_v, q_v) there.
+Teacher-forced figures are taken on stored completions. Marginal: match[d] is the share of positions
+where the head's argmax at depth d is the backbone's, overlap[d] the mean of sum_v min(p_v, q_v) there.
+Chained: every anchor whose K drafts all lie in the completion counts as a full round that accepts as
+many drafts as are the backbone's argmax before the first that is not; the figures of rounds above then
+hold for anchors. Free-running rounds start where the last one ended, so after a token that the head
+did not foresee: their tau is lower.
 
 Every figure is a ratio of sums over prompts, never a mean of per-prompt ratios; its 95 % interval
 resamples prompts with replacement (percentile bootstrap).

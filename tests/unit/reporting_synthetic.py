@@ -63,7 +63,7 @@ def _interval(rng: np.random.Generator, top: np.ndarray, bottom: np.ndarray) -> 
 
 def _accept_rows(rng, domains, modes, depths, prompts):
     rows = []
-    for mode in modes:
+    for mode in (*modes, "teacher_forced"):
         runs = {domain: [_rounds(rng, domain, mode, depths) for _ in range(prompts)] for domain in domains}
         groups = {(domain, "all"): run for domain, run in runs.items()}
         groups |= {group: [runs[group[0]][number] for number in half] for group, half in _halves(domains, prompts)}

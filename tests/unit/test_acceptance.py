@@ -17,6 +17,7 @@ from selfspec.decoding.drafter import SharedDrafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy, Sampling
 from selfspec.distill.records import Completion
+from selfspec.heads.alignment import pack
 from selfspec.heads.checkpoint import TrainedHead
 from selfspec.heads.vocab import DraftVocab
 from tests.unit import tiny, tiny_heads
@@ -340,7 +341,9 @@ def _brute_force(model, decoder, head, completion):
     out = model.model(tokens[None]).last_hidden_state
     backbone = model.lm_head(out)[0]
     hits, overlap, positions = np.zeros(DEPTHS), np.zeros(DEPTHS), np.zeros(DEPTHS)
+    chains = np.zeros(DEPTHS + 1)
     for anchor in range(len(tokens) - 2):
+        right = []
         cache = drafter.new_cache(1, 64)
         state = drafter.observe(tokens[None, 1 : anchor + 2], out[:, : anchor + 1], [anchor + 1], cache)
         for depth in range(1, DEPTHS + 1):
@@ -354,10 +357,13 @@ def _brute_force(model, decoder, head, completion):
             q = torch.zeros(24)
             q[head.vocab.ids] = torch.softmax(drafter.logits(state)[0], -1)
             p = torch.softmax(backbone[predicted - 1], -1)
-            hits[depth - 1] += int(q.argmax() == p.argmax())
+            right.append(bool(q.argmax() == p.argmax()))
+            hits[depth - 1] += right[-1]
             overlap[depth - 1] += float(torch.minimum(p, q).sum())
             positions[depth - 1] += 1
-    return hits, overlap, positions
+        if anchor >= len(completion.prompt_ids) - 1 and len(right) == DEPTHS:
+            chains[(*right, False).index(False)] += 1
+    return hits, overlap, positions, chains
 
 
 @pytest.mark.parametrize("ids", [None, torch.arange(0, 24, 2)], ids=["whole", "cut"])
@@ -366,12 +372,44 @@ def test_teacher_forced_equals_brute_force(model, decoder, ids, monkeypatch):
     head = tiny_heads.trained(model, tiny_heads.random_head(model, DEPTHS), ids)
     forced = teacher_forced.measure(decoder, head, _texts(), DEPTHS)
     expected = [_brute_force(model, decoder, head, completion) for completion in _texts()]
-    for row, (hits, overlap, positions) in enumerate(expected):
+    for row, (hits, overlap, positions, chains) in enumerate(expected):
+        assert forced.chains[row].tolist() == chains.tolist()
         assert forced.hits[row].tolist() == hits.tolist()
         assert forced.positions[row].tolist() == positions.tolist()
         assert forced.overlap[row] == pytest.approx(overlap, abs=1e-4)
     assert forced.positions.tolist() == [[7, 7, 7], [5, 4, 3], [2, 2, 2]]
     assert forced.hits.sum() > 0
+    # Completions of 7, 6 and 2 tokens: one anchor less than tokens that all three drafts can follow.
+    assert forced.chains.sum(1).tolist() == [7 - DEPTHS, 6 - DEPTHS, 0]
+
+
+def test_chains_are_joined_along_their_anchors():
+    """Token j is j: prompt 0..3, completion 4..9, so teachers 3..8; anchors 3, 4 and 5 have all three of theirs."""
+    packed = pack([torch.arange(10)], [4], DEPTHS)
+    assert packed.teachers.tolist() == [3, 4, 5, 6, 7, 8]
+
+    def counts(*right):
+        """``right``: (anchor, depth) pairs that hit."""
+        hits = torch.zeros(DEPTHS, 6, dtype=torch.bool)
+        for anchor, depth in right:
+            hits[depth - 1, anchor + depth - 3] = True
+        return teacher_forced.chain_counts(hits, packed, 4).tolist()
+
+    assert counts() == [3, 0, 0, 0]
+    assert counts((3, 1), (3, 2), (3, 3)) == [2, 0, 0, 1]
+    assert counts((5, 1), (5, 2), (5, 3), (4, 1), (4, 3)) == [1, 1, 0, 1]  # a hit after a miss adds nothing
+    assert counts((4, 1), (4, 2), (3, 2), (5, 3)) == [2, 0, 1, 0]
+    # The prompt's anchors, and the last ones, whose chains are cut: they hit and do not count.
+    assert counts((2, 1), (2, 2), (2, 3), (1, 2), (6, 1), (6, 2), (7, 1)) == [3, 0, 0, 0]
+
+
+def test_chains_of_a_prompt_shorter_than_the_depths():
+    packed = pack([torch.arange(4)], [1], DEPTHS)  # teachers 0, 1, 2; anchors -3..-1 do not exist
+    everything = torch.ones(DEPTHS, 3, dtype=torch.bool)
+    assert teacher_forced.chain_counts(everything, packed, 1).tolist() == [0, 0, 0, 0]
+    packed = pack([torch.arange(5)], [1], DEPTHS)  # teachers 0..3: anchor 0 has 1, 2 and 3
+    everything = torch.ones(DEPTHS, 4, dtype=torch.bool)
+    assert teacher_forced.chain_counts(everything, packed, 1).tolist() == [0, 0, 0, 1]
 
 
 def _oracle(shift):
@@ -386,6 +424,7 @@ def _oracle(shift):
 def test_a_head_that_equals_the_backbone_matches_everywhere(decoder):
     forced = teacher_forced.measure(decoder, _oracle(0), _texts(), DEPTHS)
     assert np.array_equal(forced.hits, forced.positions)
+    assert forced.chains.tolist() == [[0, 0, 0, 4], [0, 0, 0, 3], [0, 0, 0, 0]]
     assert forced.overlap == pytest.approx(forced.positions, abs=1e-4)
     for shift in (-1, 1):
         shifted = teacher_forced.measure(decoder, _oracle(shift), _texts(), DEPTHS)
@@ -420,7 +459,7 @@ def test_forced_rows_by_domain_and_pooled(model, decoder):
     texts = _texts()
     forced = teacher_forced.measure(decoder, head, texts, DEPTHS)
     rows = _figures(heldout.forced_rows(decoder, head, {"code": texts[:1], "chat": texts[1:]}, DEPTHS, 50, 0))
-    assert len(rows) == len(GROUPS) * 2 * DEPTHS
+    assert len(rows) == len(GROUPS) * (2 * DEPTHS + 3 * DEPTHS + 2)
     for group, of in GROUPS.items():
         for depth in range(DEPTHS):
             count = forced.positions[of, depth].sum()
@@ -429,6 +468,16 @@ def test_forced_rows_by_domain_and_pooled(model, decoder):
             assert (match.count, match.prompts) == (count, len(of))
             overlap = rows[*group, "teacher_forced", "overlap", depth + 1]
             assert overlap.value == pytest.approx(forced.overlap[of, depth].sum() / count, rel=1e-5)
+        chains = forced.chains[of].sum(0)
+        if chains.sum() == 0:
+            assert math.isnan(rows[*group, "teacher_forced", "tokens_per_round", 0].value)
+            continue
+        for depth in range(1, DEPTHS + 1):
+            cumulative = rows[*group, "teacher_forced", "cumulative", depth]
+            assert cumulative.value == pytest.approx(chains[depth:].sum() / chains.sum())
+            assert cumulative.count == chains.sum()
+        tau = rows[*group, "teacher_forced", "tokens_per_round", 0]
+        assert tau.value == pytest.approx(chains @ np.arange(1, DEPTHS + 2) / chains.sum())
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])

@@ -172,11 +172,20 @@ def test_each_source_has_its_row(report, rendered):
     found = report.measures.metrics
     for source in ("synthetic_code", "synthetic_code_late"):
         key = f"accept.source.{source}"
-        prompts, first, *_, tau = row_of(rendered, "### By source", source)
+        prompts, first, *_, forced, tau = row_of(rendered, "### By source", source)
+        assert forced == text.ratio(report.measures.get(f"{key}.teacher_forced.tokens_per_round"))
         assert prompts == f"{found[f'{key}.prompts']:.0f}"
         assert first == text.share(report.measures.get(f"{key}.match_1"))
         assert tau == text.ratio(report.measures.get(f"{key}.greedy.tokens_per_round"))
     assert found["accept.source.synthetic_code.prompts"] + found["accept.source.synthetic_code_late.prompts"] == 24
+
+
+def test_chains_are_the_teacher_forced_metrics(report, rendered):
+    get = report.measures.get
+    prompts, *shares, tau = row_of(rendered, "### Chains", "code")
+    assert prompts == "24"
+    assert shares == [text.share(get(f"accept.code.teacher_forced.cumulative_{depth}")) for depth in (1, 2, 3)]
+    assert tau == text.ratio(get("accept.code.teacher_forced.tokens_per_round"))
 
 
 def test_a_tiny_run_has_a_card(tmp_path):

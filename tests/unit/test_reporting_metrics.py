@@ -36,11 +36,16 @@ def test_acceptance_values_are_the_tables(paths):
     table = pd.read_csv(paths.accept)
     for row in table.to_dict("records"):
         prefix = f"accept.{row['domain']}" if row["source"] == "all" else f"accept.source.{row['source']}"
-        prefix += "" if row["mode"] == "teacher_forced" else f".{row['mode']}"
+        prompts = prefix if row["mode"] == "teacher_forced" else f"{prefix}.{row['mode']}"
+        if row["metric"] not in ("match", "overlap"):
+            prefix += f".{row['mode']}"
         name = row["metric"] if row["metric"] == "tokens_per_round" else f"{row['metric']}_{row['depth']}"
         for end, column in (("", "value"), ("_low", "low"), ("_high", "high")):
             assert found[f"{prefix}.{name}{end}"] == row[column]
-        assert found[f"{prefix}.prompts"] == row["prompts"]
+        assert found[f"{prompts}.prompts"] == row["prompts"]
+        if row["metric"] == "tokens_per_round":
+            counted = "anchors" if row["mode"] == "teacher_forced" else "rounds"
+            assert found[f"{prefix}.{counted}"] == row["count"]
 
 
 def test_benchmark_values_are_the_tables_and_best_k_is_one_setting_for_all_domains(paths):
@@ -134,17 +139,19 @@ def test_a_broken_acceptance_identity_is_one_line(paths, metric, shift):
     assert isinstance(caught.value, SelfspecError)
 
 
-def _of_source(table: pd.DataFrame, metric: str) -> pd.Series:
-    return (table["source"] == "synthetic_code") & (table["mode"] == "t0.5") & (table["metric"] == metric)
+def _of_source(table: pd.DataFrame, metric: str, mode: str = "t0.5") -> pd.Series:
+    return (table["source"] == "synthetic_code") & (table["mode"] == mode) & (table["metric"] == metric)
 
 
+@pytest.mark.parametrize("mode", ["t0.5", "teacher_forced"])
 @pytest.mark.parametrize("metric", ["outcome", "tokens_per_round", "cumulative"])
-def test_a_source_s_identities_are_held_too(paths, metric):
+def test_a_source_s_identities_are_held_too(paths, metric, mode):
     def edit(table: pd.DataFrame) -> None:
-        table.loc[table.index[_of_source(table, metric)][0], "value"] += 1e-5
+        table.loc[table.index[_of_source(table, metric, mode)][0], "value"] += 1e-5
 
     change(paths.accept, edit)
-    with pytest.raises(ReportError, match=r"^accept\.csv, code/synthetic_code/t0\.5: .*rerun the accept stage$"):
+    where = re.escape(f"accept.csv, code/synthetic_code/{mode}: ")
+    with pytest.raises(ReportError, match=rf"^{where}.*rerun the accept stage$"):
         merged(paths)
 
 

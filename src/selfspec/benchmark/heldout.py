@@ -19,6 +19,7 @@ from selfspec.errors import SelfspecError
 from selfspec.heads.checkpoint import TrainedHead
 
 ALL = "all"
+FORCED = "teacher_forced"  # the mode of figures on stored completions
 Group = tuple[str, str]  # domain and source; either may be ALL, the domain only with the source
 
 
@@ -83,7 +84,7 @@ def forced_rows(
     samples: int,
     seed: int,
 ) -> list[Row]:
-    """``match`` and ``overlap`` by source, by domain and over all."""
+    """``match``, ``overlap`` and the figures of chains by source, by domain and over all."""
     completions = [completion for group in groups.values() for completion in group]
     forced = teacher_forced.measure(
         decoder, head, tqdm(completions, desc="teacher-forced", unit="prompt", mininterval=2), depths
@@ -95,7 +96,9 @@ def forced_rows(
             positions = forced.positions[members, depth]
             for metric, totals in (("match", forced.hits), ("overlap", forced.overlap)):
                 estimate = ratio(totals[members, depth], positions, weights)
-                rows.append(_row(group, "teacher_forced", metric, depth + 1, estimate))
+                rows.append(_row(group, FORCED, metric, depth + 1, estimate))
+        for (metric, depth), estimate in round_statistics(forced.chains[members], samples, seed).items():
+            rows.append(_row(group, FORCED, metric, depth, estimate))
     return rows
 
 

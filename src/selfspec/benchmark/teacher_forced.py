@@ -1,4 +1,4 @@
-"""Teacher-forced match and overlap of a head on stored completions."""
+"""Teacher-forced match, overlap and chains of a head on stored completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfspec.backbones.decoder import Decoder
 from selfspec.distill.records import Completion
-from selfspec.heads.alignment import pack
+from selfspec.heads.alignment import Packed, pack
 from selfspec.heads.checkpoint import TrainedHead
 from selfspec.losses import acceptance
 
@@ -21,34 +21,63 @@ _CHUNK = 128  # teacher positions whose full-vocabulary logits are alive at once
 
 @dataclass(frozen=True)
 class Forced:
-    """Sums per completion and depth, ``[prompts, K]`` each: hits and overlap over ``positions``."""
+    """Sums per completion.
+
+    Attributes:
+        hits, overlap: by depth, ``[prompts, K]``, over ``positions``, ``[prompts, K]``.
+        chains: ``[prompts, K + 1]`` whole chains by the number of drafts right before the first wrong one.
+    """
 
     hits: np.ndarray
     overlap: np.ndarray
     positions: np.ndarray
+    chains: np.ndarray
 
 
 @torch.inference_mode()
 def measure(decoder: Decoder, head: TrainedHead, completions: Iterable[Completion], depths: int) -> Forced:
     """Run the head over each completion with the true embeddings, as in training."""
     rows = [_one(decoder, head, completion, depths) for completion in completions]
-    hits, overlap, positions = (np.array(column) for column in zip(*rows, strict=True))
-    return Forced(hits, overlap, positions)
+    return Forced(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-def _one(decoder: Decoder, head: TrainedHead, completion: Completion, depths: int) -> tuple[Tensor, Tensor, Tensor]:
+def chain_counts(hits: Tensor, packed: Packed, prompt_length: int) -> Tensor:
+    """Join one document's hits, which are indexed by teacher, along the anchors that they belong to.
+
+    An anchor counts when it is the prompt's last token or a later one, and all its K teachers score
+    tokens of the completion.
+
+    Args:
+        hits: ``[K, P]``, whether depth d is right at teacher t, so for anchor t - d.
+
+    Returns:
+        ``[K + 1]`` anchors by the number of depths right before the first wrong one.
+    """
+    depths, mask = packed.depths, packed.mask
+    depth = torch.arange(depths, device=hits.device)[:, None].expand_as(mask)[mask]
+    right, known = (hits.new_zeros(depths, len(packed.anchors), dtype=torch.bool) for _ in range(2))
+    right[depth, packed.rows[mask]] = hits[mask]
+    known[depth, packed.rows[mask]] = True
+    whole = known.all(0) & (packed.anchors >= prompt_length - 1)
+    lengths = right[:, whole].long().cumprod(0).sum(0)
+    return torch.bincount(lengths, minlength=depths + 1)
+
+
+def _one(decoder: Decoder, head: TrainedHead, completion: Completion, depths: int) -> tuple[Tensor, ...]:
     _, (hidden,) = decoder.prefill([completion.tokens], completion.length)
     packed = pack([torch.tensor(completion.tokens)], [len(completion.prompt_ids)], depths).to(decoder.device)
     states = torch.stack(head.module(packed, hidden, decoder.embedding, decoder.rotary))
     draft_rows = head.vocab.rows(decoder.lm_head)
-    hits, overlap = torch.zeros(depths), torch.zeros(depths)
+    overlap = torch.zeros(depths)
+    hits = []
     depth_index = torch.arange(depths, device=decoder.device)[:, None]
     for chunk in torch.arange(len(packed.teachers), device=decoder.device).split(_CHUNK):
         mask, rows = packed.mask[:, chunk], packed.rows[:, chunk]
         full = decoder.logits(hidden[packed.teachers[chunk]])
         p = torch.softmax(full.float(), dim=-1)[:, head.vocab.ids]
         logits = F.linear(states[depth_index, rows], draft_rows)
-        hit = head.vocab.ids[logits.argmax(-1)] == full.argmax(-1)
-        hits += (hit & mask).sum(1).cpu()
+        hits.append((head.vocab.ids[logits.argmax(-1)] == full.argmax(-1)) & mask)
         overlap += (acceptance(logits, p) * mask).sum(1).cpu()
-    return hits, overlap, packed.mask.sum(1).float().cpu()
+    hit = torch.cat(hits, dim=1)
+    chains = chain_counts(hit, packed, len(completion.prompt_ids))
+    return hit.sum(1).float().cpu(), overlap, packed.mask.sum(1).float().cpu(), chains.double().cpu()

@@ -33,6 +33,7 @@ def render(report: Report) -> str:
         acceptance=[(mode_name(mode), tables.acceptance(measures, "accept", mode).markdown()) for mode in accept_modes],
         outcomes=[(mode_name(mode), tables.acceptance(measures, "outcome", mode).markdown()) for mode in accept_modes],
         match=tables.teacher_forced(measures, "match").markdown(),
+        chains=tables.forced_chains(measures).markdown(),
         by_source=tables.by_source(measures).markdown(),
         data=sources.data(report).markdown(),
         completions=sources.completions(report).markdown(),

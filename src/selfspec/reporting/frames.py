@@ -22,6 +22,28 @@ def losses(train: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return merged.sort_values(["stage", "split", "depth", "step"], kind="stable", ignore_index=True)
 
 
+def forced_chains(measures: Measures) -> pd.DataFrame:
+    """``domain, metric, depth, value, low, high, prompts``: teacher-forced ``cumulative`` and ``tokens_per_round``.
+
+    ``depth`` is 0 for tokens per round.
+    """
+    keys = [("cumulative", depth, f"cumulative_{depth}") for depth in measures.depths("cumulative")]
+    keys.append(("tokens_per_round", 0, "tokens_per_round"))
+    rows = [
+        {
+            "domain": domain,
+            "metric": metric,
+            "depth": depth,
+            **_columns(estimate),
+            "prompts": measures.number(f"accept.{domain}.prompts"),
+        }
+        for domain in measures.domains("accept")
+        for metric, depth, key in keys
+        if (estimate := measures.get(f"accept.{domain}.teacher_forced.{key}")) is not None
+    ]
+    return pd.DataFrame(rows, columns=["domain", "metric", "depth", "value", "low", "high", "prompts"])
+
+
 def acceptance(measures: Measures, metric: str = "accept") -> pd.DataFrame:
     """``mode, domain, depth, value, low, high, prompts`` of a free-running metric.
 
@@ -67,12 +89,12 @@ def tokens_per_round(measures: Measures) -> pd.DataFrame:
 
 
 def by_source(measures: Measures) -> pd.DataFrame:
-    """``source, metric, depth, value, low, high, prompts``: ``match`` by depth, and greedy ``tokens_per_round``.
+    """``source, metric, depth, value, low, high, prompts``: ``match`` by depth, and tokens per round.
 
-    ``depth`` is 0 for tokens per round.
+    ``metric`` is ``match``, or ``teacher_forced`` or ``greedy`` for tokens per round, with a ``depth`` of 0.
     """
     keys = [("match", depth, f"match_{depth}") for depth in measures.depths("match")]
-    keys.append(("tokens_per_round", 0, "greedy.tokens_per_round"))
+    keys += [(mode, 0, f"{mode}.tokens_per_round") for mode in ("teacher_forced", "greedy")]
     rows = [
         {
             "source": source,

@@ -18,11 +18,10 @@ def check_acceptance(accept: pd.DataFrame) -> None:
 
     Raises:
         ReportError: a domain, source and mode breaks an identity, or lacks the rows to check it. A group
-            without a full round (count 0) claims nothing and is passed over.
+            without a full round or a whole chain (count 0) claims nothing and is passed over.
     """
-    free_running = accept[accept["mode"] != "teacher_forced"]
-    for (domain, source, mode), rows in free_running.groupby(["domain", "source", "mode"], sort=True):
-        where = "accept.csv, " + "/".join([domain, mode] if source == "all" else [domain, source, mode])
+    for (domain, source, mode), rows in accept.groupby(["domain", "source", "mode"], sort=True):
+        where = f"accept.csv, {domain}/{mode}" if source == "all" else f"accept.csv, {domain}/{source}/{mode}"
         values = {metric: rows.loc[rows["metric"] == metric, "value"] for metric in _NEEDED}
         absent = [metric for metric, found in values.items() if found.empty]
         if absent:

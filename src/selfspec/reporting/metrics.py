@@ -15,6 +15,7 @@ from selfspec.reporting.identities import check_acceptance, check_benchmark
 from selfspec.reporting.inputs import BENCH_ESTIMATES, BENCH_SHARES, BENCH_TIME_SHARES, Inputs
 
 Pairs = Iterator[tuple[str, float]]
+_MARGINAL = ("match", "overlap")  # teacher-forced by definition, so their keys do not say so
 _MTP_COLUMNS = ("tokens_per_second", *BENCH_ESTIMATES, *BENCH_SHARES, *BENCH_TIME_SHARES)
 
 
@@ -65,13 +66,13 @@ def _acceptance(inputs: Inputs) -> Pairs:
     for (domain, source, mode), rows in table.groupby(["domain", "source", "mode"], sort=True):
         forced = mode == "teacher_forced"
         of = f"accept.{domain}" if source == "all" else f"accept.source.{source}"
-        prefix = of if forced else f"{of}.{mode}"
-        yield f"{prefix}.prompts", float(rows["prompts"].max())
-        if not forced:
-            yield f"{prefix}.rounds", float(rows.loc[rows["metric"] == "tokens_per_round", "count"].iloc[0])
+        yield f"{of}.prompts" if forced else f"{of}.{mode}.prompts", float(rows["prompts"].max())
+        rounds = float(rows.loc[rows["metric"] == "tokens_per_round", "count"].iloc[0])
+        yield f"{of}.{mode}.{'anchors' if forced else 'rounds'}", rounds
         for row in _records(rows):
-            alone = row["metric"] == "tokens_per_round"
-            name = row["metric"] if alone else f"{row['metric']}_{int(row['depth'])}"
+            metric, depth = row["metric"], int(row["depth"])
+            prefix = of if metric in _MARGINAL else f"{of}.{mode}"
+            name = metric if metric == "tokens_per_round" else f"{metric}_{depth}"
             yield from _estimate(f"{prefix}.{name}", row, "value")
     facts = inputs.accept_facts
     lossless = facts["lossless"]

@@ -63,6 +63,15 @@ def teacher_forced(measures: Measures, metric: str) -> Table:
     return _by_domain(frames.teacher_forced(measures, metric), "depth", "depth {}", text.share, INTERVALS)
 
 
+def forced_chains(measures: Measures) -> Table:
+    """Teacher-forced chains by domain: the share with at least d drafts right, and tokens per round."""
+    frame = frames.forced_chains(measures)
+    depths = sorted(set(frame.loc[frame["metric"] == "cumulative", "depth"]))
+    columns: list[_Column] = [(f"at least {depth}", ("cumulative", depth), text.share) for depth in depths]
+    columns += [("tokens per round", ("tokens_per_round", 0), text.ratio)]
+    return _mixed(frame, "domain", order_domains(set(frame["domain"])), columns)
+
+
 def tokens_per_round(measures: Measures) -> Table:
     """Tokens per round by domain, a column a mode, with the prompts behind them."""
     frame = frames.tokens_per_round(measures)
@@ -70,18 +79,14 @@ def tokens_per_round(measures: Measures) -> Table:
 
 
 def by_source(measures: Measures) -> Table:
-    """Acceptance by source of the held-out prompts: argmax match by depth, and greedy tokens per round."""
+    """Acceptance by source of the held-out prompts: argmax match by depth, and tokens per round."""
     frame = frames.by_source(measures)
-    depths = sorted(set(frame.loc[frame["metric"] == "match", "depth"]))
-    keys = [("match", depth) for depth in depths] + [("tokens_per_round", 0)]
-    names = [f"match, depth {depth}" for depth in depths] + ["tokens per round, greedy"]
-    cells = {(row["source"], row["metric"], row["depth"]): row for row in frame.to_dict("records")}
-    rows = []
-    for source, of_source in frame.groupby("source", sort=True):
-        found = [(metric, _estimate(cells.get((source, metric, depth)))) for metric, depth in keys]
-        written = [text.share(each) if metric == "match" else text.ratio(each) for metric, each in found]
-        rows.append([str(source), text.count(of_source["prompts"].max()), *written])
-    return Table(["source", "prompts", *names], rows, INTERVALS if rows else "")
+    columns: list[_Column] = [
+        (f"match, depth {depth}", ("match", depth), text.share) for depth in measures.depths("match")
+    ]
+    columns += [("tokens per round, teacher-forced", ("teacher_forced", 0), text.ratio)]
+    columns += [("tokens per round, greedy", ("greedy", 0), text.ratio)]
+    return _mixed(frame, "source", sorted(set(frame["source"])), columns)
 
 
 def time_split(measures: Measures) -> Table:
@@ -135,6 +140,21 @@ def _by_domain(
         rows.append([domain, " / ".join(map(str, prompts)), *(write(_estimate(row)) for row in found)])
     names = [label.format(mode_name(key) if column == "mode" else key) for key in keys]
     return Table(["domain", "prompts", *names], rows, note if rows else "")
+
+
+# Title, the cell's (metric, depth), and how its estimate is written.
+_Column = tuple[str, tuple[str, int], Callable[[Estimate | None], str]]
+
+
+def _mixed(frame: pd.DataFrame, by: str, names: Sequence[str], columns: Sequence[_Column]) -> Table:
+    """A row for each of ``names``: its prompt count, then ``columns`` of several metrics."""
+    cells = {(row[by], row["metric"], row["depth"]): row for row in frame.to_dict("records")}
+    prompts = frame.groupby(by)["prompts"].max()
+    rows = [
+        [name, text.count(prompts[name]), *(write(_estimate(cells.get((name, *key)))) for _, key, write in columns)]
+        for name in names
+    ]
+    return Table([by, "prompts", *(title for title, _, _ in columns)], rows, INTERVALS if rows else "")
 
 
 def _estimate(row: Mapping[Any, Any] | None) -> Estimate | None:

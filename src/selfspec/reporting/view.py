@@ -85,12 +85,15 @@ def acceptance(report: Report) -> Blocks:
 
 
 def teacher_forced(report: Report) -> Blocks:
-    """Argmax match and distribution overlap on the backbone's own completions."""
+    """Argmax match, distribution overlap and chains on the backbone's own completions."""
     parts: list[Part] = []
     for metric, words in (("match", "Argmax match"), ("overlap", "Overlap of the distributions, sum of min(p, q)")):
         table = tables.teacher_forced(report.measures, metric)
         if table.rows:
             parts += [f"### {words}", table]
+    chains = tables.forced_chains(report.measures)
+    if chains.rows:
+        parts += ["### Chains: share of positions with so many drafts right, one after the other", chains]
     return Blocks(tuple(parts))
 
 
