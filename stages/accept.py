@@ -11,7 +11,7 @@ from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark import heldout, lossless
 from selfspec.config import Config
 from selfspec.decoding.drafter import SharedDrafter
-from selfspec.decoding.rules import Greedy, Sampling
+from selfspec.decoding.rules import rule_for
 from selfspec.distill import records
 from selfspec.heads import checkpoint
 from stages._run import run
@@ -35,9 +35,10 @@ def main(cfg: Config) -> None:
     decoder = Decoder(model)
     head = checkpoint.load(HEAD, model)
     samples, seed = cfg.accept.bootstrap_samples, cfg.seed
-    modes = {"greedy": Greedy} | {
-        f"t{temperature}": lambda temperature=temperature: Sampling(temperature, seeded(cfg, decoder))
-        for temperature in cfg.accept.temperatures
+    temperatures = {"greedy": 0.0} | {f"t{temperature}": temperature for temperature in cfg.accept.temperatures}
+    modes = {
+        mode: lambda temperature=temperature: rule_for(temperature, seeded(cfg, decoder))
+        for mode, temperature in temperatures.items()
     }
     rows = heldout.forced_rows(decoder, head, groups, head.module.depths, samples, seed)
     rows += heldout.running_rows(

@@ -22,7 +22,7 @@ from selfspec.config import Config
 from selfspec.config import load as load_config
 from selfspec.decoding.drafter import SharedDrafter
 from selfspec.decoding.loop import Generation, OnTokens, speculate
-from selfspec.decoding.rules import Greedy, Rule, Sampling
+from selfspec.decoding.rules import rule_for
 from selfspec.errors import SelfspecError
 from selfspec.heads import checkpoint
 
@@ -87,16 +87,14 @@ def _generate(options: argparse.Namespace) -> None:
     prompt = _token_ids(tokenizer, options)
 
     def run(num_drafts: int, max_new_tokens: int, on_tokens: OnTokens | None = None) -> Generation:
-        rule: Rule = Greedy()
-        if options.temperature:
-            rule = Sampling(options.temperature, torch.Generator(device=decoder.device).manual_seed(options.seed))
+        generator = torch.Generator(device=decoder.device).manual_seed(options.seed)
         return speculate(
             decoder,
             drafter,
             [prompt],
             max_new_tokens=max_new_tokens,
             num_drafts=num_drafts,
-            rule=rule,
+            rule=rule_for(options.temperature, generator),
             end_tokens=decoder.end_tokens,
             on_tokens=on_tokens,
         )

@@ -15,7 +15,7 @@ from selfspec.benchmark import heldout, lossless, table, teacher_forced
 from selfspec.benchmark.timing import Method, Run, interleave, our_runner, stock_runner
 from selfspec.decoding.drafter import SharedDrafter
 from selfspec.decoding.loop import speculate
-from selfspec.decoding.rules import Greedy, Sampling
+from selfspec.decoding.rules import Greedy, Sampling, rule_for
 from selfspec.distill.records import Completion
 from selfspec.heads.alignment import pack
 from selfspec.heads.checkpoint import TrainedHead
@@ -260,6 +260,16 @@ def decoder(model):
 
 
 PROMPTS = [tiny_heads.prompt(length, 24, seed=length) for length in (7, 1, 12)]
+
+
+def test_the_temperature_picks_the_rule():
+    generator = torch.Generator()
+    assert isinstance(rule_for(0.0, generator), Greedy)
+    sampling = rule_for(0.7, generator)
+    assert isinstance(sampling, Sampling)
+    assert (sampling.temperature, sampling.generator) == (0.7, generator)
+    with pytest.raises(ValueError, match=r"temperature: got -0\.7"):
+        rule_for(-0.7, generator)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

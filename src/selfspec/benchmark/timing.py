@@ -13,7 +13,7 @@ from tqdm import tqdm
 from selfspec.backbones.decoder import Decoder
 from selfspec.decoding.drafter import SharedDrafter
 from selfspec.decoding.loop import speculate
-from selfspec.decoding.rules import Greedy, Rule, Sampling
+from selfspec.decoding.rules import rule_for
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,13 @@ def our_runner(decoder: Decoder, drafter: SharedDrafter, num_drafts: int, max_ne
 
     def once(prompt: Sequence[int], temperature: float, seed: int) -> Run:
         generator = torch.Generator(device=decoder.device).manual_seed(seed)
-        rule: Rule = Sampling(temperature, generator) if temperature else Greedy()
         result = speculate(
             decoder,
             drafter,
             [prompt],
             max_new_tokens=max_new_tokens,
             num_drafts=num_drafts,
-            rule=rule,
+            rule=rule_for(temperature, generator),
             end_tokens=decoder.end_tokens,
         )
         return Run(result.tokens, result.seconds, result.draft_seconds, result.verify_seconds, result.rounds[0])

@@ -103,3 +103,12 @@ class Sampling:
             usable = rejected & (residual.sum(-1) > 0)
             final = torch.where(usable[:, None], residual, final)
         return Verdict(accepted, self._sample(final))
+
+
+def rule_for(temperature: float, generator: torch.Generator) -> Rule:
+    """Greedy at temperature 0 (``generator`` is then left alone), rejection sampling above.
+
+    Raises:
+        ValueError: a negative temperature.
+    """
+    return Sampling(temperature, generator) if temperature else Greedy()
