@@ -8,7 +8,7 @@ import torch
 
 from selfspec.backbones import load
 from selfspec.backbones.decoder import Decoder
-from selfspec.benchmark import machine, table
+from selfspec.benchmark import divergence, machine, table
 from selfspec.benchmark.timing import Method, Runner, interleave, our_runner, stock_runner
 from selfspec.config import Config
 from selfspec.decoding.drafter import SharedDrafter
@@ -36,11 +36,13 @@ def main(cfg: Config) -> None:
 
     modes = {"greedy": 0.0, f"t{cfg.bench.temperature}": cfg.bench.temperature}
     runs = interleave(runners, prompts, modes, cfg.seed)
+    parted = divergence.check(decoder, runs, prompts, cfg.backbone.dtype, cfg.bench.logit_gap_tolerance)
     rows = pd.DataFrame(table.rows(runs, cfg.bench.bootstrap_samples, cfg.seed))
     rows.to_csv("reports/bench.csv", index=False, float_format="%.10g")
     facts = {
         "machine": machine.describe(),
         "dtype": cfg.backbone.dtype,
+        "divergence": vars(parted),
         "peak_memory_mib": machine.peak_memory_mib(),
         "head_mib": drafter.nbytes() / machine.MIB,
         "head_parameters": head.facts["parameters"],

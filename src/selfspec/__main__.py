@@ -18,6 +18,7 @@ from selfspec import __version__
 from selfspec.acceptance import outcome_counts
 from selfspec.backbones import load
 from selfspec.backbones.decoder import Decoder
+from selfspec.benchmark import divergence
 from selfspec.config import Config
 from selfspec.config import load as load_config
 from selfspec.decoding.drafter import SharedDrafter
@@ -108,12 +109,8 @@ def _generate(options: argparse.Namespace) -> None:
         ratio = (result.tokens / result.seconds) / (plain.tokens / plain.seconds)
         print(f"plain decoding in the same engine: {plain.tokens / plain.seconds:.1f} tok/s; speedup {ratio:.2f} x")
         if not options.temperature:
-            same = plain.completions == result.completions
-            print(
-                "text identical to plain greedy decoding"
-                if same
-                else f"text differs from plain decoding in {config.backbone.dtype}; why was not checked"
-            )
+            found = divergence.find(decoder, prompt, result.completions[0], plain.completions[0])
+            print(_comparison(found, tokenizer, config.backbone.dtype))
 
 
 def _token_ids(tokenizer: Any, options: argparse.Namespace) -> list[int]:
@@ -138,6 +135,18 @@ def _printer(tokenizer: Any) -> OnTokens:
             shown = len(text)
 
     return on_tokens
+
+
+def _comparison(found: divergence.Divergence | None, tokenizer: Any, dtype: str) -> str:
+    if found is None:
+        return "text identical to plain greedy decoding"
+    drafted, plain = (
+        "the end" if token is None else repr(tokenizer.decode([token])) for token in (found.drafted, found.plain)
+    )
+    return (
+        f"text parts from plain greedy decoding at new token {found.position}: {drafted} instead of {plain}; "
+        f"the backbone's {dtype} logits there are {found.gap:.3g} apart"
+    )
 
 
 def _summary(result: Generation, num_drafts: int) -> str:

@@ -248,6 +248,7 @@ class BenchConfig(_Section):
     lookup_tokens: Annotated[tuple[PositiveInt, ...], _DISTINCT]
     threads: PositiveInt
     bootstrap_samples: PositiveInt
+    logit_gap_tolerance: PositiveFloat
 
 
 class ReportConfig(_Section):

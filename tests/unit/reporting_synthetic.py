@@ -39,7 +39,7 @@ def write_inputs(
     pd.DataFrame(bench).to_csv(reports / "bench.csv", index=False)
     for stage, floor, steps in (("ce", 2.1, 1200), ("kl", 0.55, 480)):
         _loss_table(rng, floor, steps, depths).to_csv(reports / f"train_{stage}.csv", index=False)
-    _write_json(reports, accept_domains, depths, prompts)
+    _write_json(reports, accept_domains, depths, prompts, draft_counts, bench_prompts * len(bench_domains))
     _write_params(folder)
 
 
@@ -220,7 +220,9 @@ def _loss_table(rng: np.random.Generator, floor: float, steps: int, depths: int)
     return pd.DataFrame(rows)
 
 
-def _write_json(reports: Path, domains: Sequence[str], depths: int, prompts: int) -> None:
+def _write_json(
+    reports: Path, domains: Sequence[str], depths: int, prompts: int, draft_counts: Sequence[int], timed: int
+) -> None:
     sources = {f"synthetic_{domain}": domain for domain in domains}
     counts = {
         domain: {"prompts": 900, "tokens": 121_313 + 1_000 * i, "eos_share": 0.4} for i, domain in enumerate(domains)
@@ -267,6 +269,14 @@ def _write_json(reports: Path, domains: Sequence[str], depths: int, prompts: int
                 "transformers": "5.16.1",
             },
             "dtype": "bfloat16",
+            "divergence": {
+                "dtype": "bfloat16",
+                "prompts": timed,
+                "identical_by_K": {str(count): timed - (count == 2) for count in draft_counts},
+                "gaps": [0.1875],
+                "largest_gap": 0.1875,
+                "tolerance": 0.5,
+            },
             "peak_memory_mib": 913.4,
             "head_mib": 24.6,
             "head_parameters": 12_903_221,

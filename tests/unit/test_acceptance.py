@@ -279,7 +279,9 @@ def test_runners_report_what_they_decoded(model, decoder, temperature):
     rule = Sampling(temperature, torch.Generator().manual_seed(3)) if temperature else Greedy()
     wanted = speculate(decoder, drafter, PROMPTS[:1], max_new_tokens=15, num_drafts=2, rule=rule)
     assert (ours.tokens, ours.rounds) == (15, wanted.rounds[0])
-    assert 0 < ours.draft_seconds + ours.verify_seconds < ours.seconds
+    assert ours.completion == wanted.completions[0]
+    assert 0 < ours.draft_seconds + ours.verify_seconds < ours.seconds - ours.prefill_seconds
+    assert ours.prefill_seconds > 0
     stock = stock_runner(model, 0, 15)(PROMPTS[0], temperature, 3)
     assert (stock.tokens, stock.rounds) == (15, [])
     assert stock.seconds > 0

@@ -168,6 +168,19 @@ def test_sources_show_each_pin_once_and_mark_what_was_held_out(tmp_path):
     assert row_of(rendered, "## Data", "synthetic_code")[2] == "none: held out"
 
 
+def test_divergences_in_the_run_s_dtype_are_told(report, rendered, tmp_path):
+    assert (
+        "- Greedy in bfloat16: text identical to plain decoding in the same engine for 18 (K = 1), 17 (K = 2), "
+        "18 (K = 3), 18 (K = 4) of 18 timed prompts; largest top-2 logit gap at a divergence: 0.188 (allowed: 0.500)."
+    ) in rendered
+    write_inputs(tmp_path)
+    path = tmp_path / "reports/bench.json"
+    facts = json.loads(path.read_text())
+    facts["divergence"] |= {"gaps": [], "largest_gap": None}
+    path.write_text(json.dumps(facts))
+    assert summary.divergence(reload(tmp_path)).endswith("18 (K = 4) of 18 timed prompts.")
+
+
 def test_each_source_has_its_row(report, rendered):
     found = report.measures.metrics
     for source in ("synthetic_code", "synthetic_code_late"):

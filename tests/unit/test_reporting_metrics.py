@@ -85,6 +85,19 @@ def test_training_takes_the_last_validation_and_data_sums_the_ledger(paths):
     assert found["accept.lossless.identical"] == 36
 
 
+def test_divergences_are_counted_by_drafts(paths):
+    found = merged(paths)
+    assert [found[f"bench.divergence.k{count}.identical"] for count in (1, 2, 3, 4)] == [18, 17, 18, 18]
+    names = ("prompts", "count", "largest_gap", "tolerance")
+    assert [found[f"bench.divergence.{name}"] for name in names] == [18, 1, 0.1875, 0.5]
+    facts = json.loads(paths.bench_facts.read_text())
+    facts["divergence"] |= {"gaps": [], "largest_gap": None}
+    paths.bench_facts.write_text(json.dumps(facts))
+    found = merged(paths)
+    assert found["bench.divergence.count"] == 0
+    assert "bench.divergence.largest_gap" not in found
+
+
 def test_written_file_reads_back_exactly(paths, tmp_path):
     found = merged(paths)
     metrics.write(found, tmp_path / "metrics.json")

@@ -36,7 +36,9 @@ class Run:
     """One prompt decoded once.
 
     Attributes:
+        prefill_seconds: until the first token is there, the head's reading of the prompt included.
         rounds: ``(drafted, accepted)`` per verification; empty where the engine does not tell.
+        completion: the new tokens; empty for stock ``generate``.
     """
 
     tokens: int
@@ -44,6 +46,8 @@ class Run:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     rounds: list[tuple[int, int]] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    completion: list[int] = field(default_factory=list)
 
 
 # (prompt, temperature or 0, seed) -> Run
@@ -64,7 +68,15 @@ def our_runner(decoder: Decoder, drafter: SharedDrafter, num_drafts: int, max_ne
             rule=rule_for(temperature, generator),
             end_tokens=decoder.end_tokens,
         )
-        return Run(result.tokens, result.seconds, result.draft_seconds, result.verify_seconds, result.rounds[0])
+        return Run(
+            result.tokens,
+            result.seconds,
+            result.draft_seconds,
+            result.verify_seconds,
+            result.rounds[0],
+            result.prefill_seconds,
+            result.completions[0],
+        )
 
     return once
 

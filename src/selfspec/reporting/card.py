@@ -24,6 +24,7 @@ def render(report: Report) -> str:
         backbone=report.config.backbone,
         verdicts=summary.verdicts(measures),
         lossless=summary.lossless(measures),
+        divergence=summary.divergence(report),
         settings=summary.settings(report).markdown(),
         machine=summary.machine(report),
         benchmark=tables.benchmark(measures).markdown(),

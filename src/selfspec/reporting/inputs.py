@@ -85,6 +85,7 @@ def read(paths: InputPaths) -> Inputs:
             (
                 "machine",
                 "dtype",
+                "divergence",
                 "peak_memory_mib",
                 "head_mib",
                 "head_parameters",

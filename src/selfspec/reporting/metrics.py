@@ -106,6 +106,14 @@ def _benchmark(inputs: Inputs) -> Pairs:
             else:
                 for column in ("tokens_per_second", "speedup"):
                     yield from _estimate(f"{prefix}.{row['method']}_{count}.{column}", row, column)
+    parted = inputs.bench_facts["divergence"]
+    for name in ("prompts", "tolerance"):
+        yield f"bench.divergence.{name}", float(parted[name])
+    for drafts, identical in parted["identical_by_K"].items():
+        yield f"bench.divergence.k{drafts}.identical", float(identical)
+    yield "bench.divergence.count", float(len(parted["gaps"]))
+    if parted["largest_gap"] is not None:
+        yield "bench.divergence.largest_gap", float(parted["largest_gap"])
     for name in ("head_mib", "peak_memory_mib", "backbone_mib", "head_parameters", "backbone_parameters"):
         yield f"bench.{name}", float(inputs.bench_facts[name])
 

@@ -79,6 +79,25 @@ def lossless(measures: Measures) -> str:
     )
 
 
+def divergence(report: Report) -> str:
+    """How often the timed greedy texts equal plain decoding's in the run's own dtype, in one sentence."""
+    number = report.measures.number
+    identical = ", ".join(
+        f"{text.count(same)} (K = {drafts})"
+        for drafts in report.measures.draft_counts()
+        if (same := number(f"bench.divergence.k{drafts}.identical")) is not None
+    )
+    line = (
+        f"Greedy in {report.inputs.bench_facts['dtype']}: text identical to plain decoding in the same engine for "
+        f"{identical} of {text.count(number('bench.divergence.prompts'))} timed prompts"
+    )
+    largest = number("bench.divergence.largest_gap")
+    if largest is None:
+        return f"{line}."
+    allowed = text.decimal(number("bench.divergence.tolerance"))
+    return f"{line}; largest top-2 logit gap at a divergence: {text.decimal(largest)} (allowed: {allowed})."
+
+
 def limits(report: Report) -> list[str]:
     """What the figures do not show, from the run's own numbers."""
     measures, config = report.measures, report.config

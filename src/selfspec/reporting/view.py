@@ -51,7 +51,8 @@ Part = str | Table | Picture | Columns
 def first_screen(report: Report) -> Blocks:
     """The decision: verdicts, one figure, one table, the settings to use."""
     title = f"# {report.config.report.title}: {report.config.backbone.name}"
-    lines = [f"- {line}" for line in (*summary.verdicts(report.measures), summary.lossless(report.measures))]
+    checks = (summary.lossless(report.measures), summary.divergence(report))
+    lines = [f"- {line}" for line in (*summary.verdicts(report.measures), *checks)]
     figure = Blocks((picture(report, "headline"), f"Timed in one run on: {summary.machine(report)}."))
     numbers = Blocks((summary.settings(report), tables.benchmark(report.measures)))
     return Blocks((title, "\n".join(lines), Columns(figure, numbers)))
