@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+from selfspec.reporting import text
+from selfspec.reporting.measures import Measures, mode_name
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-
-from selfspec.reporting import text  # noqa: E402
-from selfspec.reporting.measures import Measures, mode_name  # noqa: E402
-
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[a-z]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
