@@ -179,6 +179,18 @@ def test_acceptance_of_the_timed_runs():
     assert [row[name] for name in names] == [(4 + 1 + 3 + 3) / 4, 3 / 4, 1 / 4, 1 / 4]
 
 
+def test_time_to_first_token_is_a_mean_over_prompts_of_our_engine():
+    runs = {
+        ("chat", "greedy", VANILLA): [Run(9, 1.0, prefill_seconds=0.02), Run(1, 1.0, prefill_seconds=0.04)],
+        ("chat", "greedy", STOCK): [Run(9, 1.0), Run(1, 1.0)],
+    }
+    rows = _rows(runs)
+    ours = rows["chat", "vanilla", "selfspec"]
+    found = [ours[f"first_token_ms{end}"] for end in ("", "_low", "_high")]
+    assert found == pytest.approx([30.0, 20.0, 40.0])
+    assert "first_token_ms" not in rows["chat", "vanilla", "transformers"]
+
+
 def test_intervals_are_paired_by_prompt():
     """Both prompts run twice as fast, though one is three times slower than the other: no width."""
     row = _rows(_bench())["chat", "mtp", "selfspec"]

@@ -42,6 +42,8 @@ def test_benchmark_rows_are_the_metrics(report, rendered):
             "Vanilla tok/s": f"{found[f'{base}.vanilla_tokens_per_second']:.1f}",
             "MTP tok/s": f"{found[f'{base}.k{k}.tokens_per_second']:.1f}",
             "Speedup, MTP / vanilla": f"{value:.2f} [{low:.2f}, {high:.2f}]",
+            "Vanilla first token, ms": "41.50 [39.50, 44.50]",
+            "MTP first token, ms": "43.25 [41.25, 46.25]",
             "First draft accepted": f"{100 * found[f'{base}.k{k}.first_accepted']:.1f} %",
             "All drafts accepted": f"{100 * found[f'{base}.k{k}.all_accepted']:.1f} %",
             "None accepted": f"{100 * found[f'{base}.k{k}.none_accepted']:.1f} %",

@@ -71,6 +71,9 @@ def test_benchmark_values_are_the_tables_and_best_k_is_one_setting_for_all_domai
     )
     assert found["bench.chat.greedy.vanilla_tokens_per_second"] == ours
     assert found["bench.chat.greedy.stock_vanilla_tokens_per_second"] == stock
+    first = [found[f"bench.chat.greedy.{name}"] for name in ("vanilla_first_token_ms", "k2.first_token_ms_high")]
+    assert first == [41.5, 46.25]
+    assert "bench.chat.greedy.stock_vanilla_first_token_ms" not in found
 
 
 def test_training_takes_the_last_validation_and_data_sums_the_ledger(paths):

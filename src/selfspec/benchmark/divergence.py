@@ -106,8 +106,9 @@ def check(
                 raise DivergenceError(
                     f"greedy check in {dtype}: {domain} prompt {number} with K = {count} differs from plain decoding "
                     f"at new token {found.position}: with drafts {_token(found.drafted)}, without "
-                    f"{_token(found.plain)}; the backbone's logits there are {found.gap:.4g} apart, allowed: {tolerance:g} "
-                    "(bench.logit_gap_tolerance); rounding does not explain that, so do not use this head's figures"
+                    f"{_token(found.plain)}; the backbone's logits there are {found.gap:.4g} apart, "
+                    f"allowed: {tolerance:g} (bench.logit_gap_tolerance); rounding does not explain that, "
+                    "so do not use this head's figures"
                 )
             gaps.append(found.gap)
     total = sum(map(len, prompts.values()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from selfspec.acceptance import Estimate, check_speedup, outcome_counts, resample_weights, round_statistics
+from selfspec.acceptance import Estimate, check_speedup, outcome_counts, ratio, resample_weights, round_statistics
 from selfspec.benchmark.timing import Method, Run
 
 ALL = "all"
@@ -65,6 +65,9 @@ def _row(
     if method.name != "vanilla":
         row |= _with_interval("speedup", faster)
     if method.engine == "selfspec":
+        first = np.array([1000 * run.prefill_seconds for run in runs])
+        weights = resample_weights(len(runs), samples, seed)
+        row |= _with_interval("first_token_ms", ratio(first, np.ones(len(runs)), weights))
         draft = sum(run.draft_seconds for run in runs) / seconds
         verify = sum(run.verify_seconds for run in runs) / seconds
         row |= {"draft_share": draft, "verify_share": verify, "rest_share": 1 - draft - verify}

@@ -22,6 +22,7 @@ BENCH_COLUMNS = (
     *(f"{name}{end}" for name in BENCH_ESTIMATES for end in ("", "_low", "_high")),
     *BENCH_SHARES,
     *BENCH_TIME_SHARES,
+    "first_token_ms",
 )
 
 

@@ -16,7 +16,7 @@ from selfspec.reporting.inputs import BENCH_ESTIMATES, BENCH_SHARES, BENCH_TIME_
 
 Pairs = Iterator[tuple[str, float]]
 _MARGINAL = ("match", "overlap")  # teacher-forced by definition, so their keys do not say so
-_MTP_COLUMNS = ("tokens_per_second", *BENCH_ESTIMATES, *BENCH_SHARES, *BENCH_TIME_SHARES)
+_MTP_COLUMNS = ("tokens_per_second", "first_token_ms", *BENCH_ESTIMATES, *BENCH_SHARES, *BENCH_TIME_SHARES)
 
 
 def merge(inputs: Inputs) -> dict[str, float]:
@@ -97,6 +97,7 @@ def _benchmark(inputs: Inputs) -> Pairs:
             if row["method"] == "vanilla":
                 stock = "" if row["engine"] == "selfspec" else "stock_"
                 yield f"{prefix}.{stock}vanilla_tokens_per_second", float(row["tokens_per_second"])
+                yield from _estimate(f"{prefix}.{stock}vanilla_first_token_ms", row, "first_token_ms")
             elif row["method"] == "mtp":
                 for column in _MTP_COLUMNS:
                     yield from _estimate(f"{prefix}.k{count}.{column}", row, column)

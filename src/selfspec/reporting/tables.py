@@ -28,6 +28,8 @@ def benchmark(measures: Measures, domain: str = "all") -> Table:
     row("Speedup, MTP / vanilla", lambda _, k: text.ratio(measures.get(f"{k}.speedup")))
     row("Vanilla tok/s", lambda base, _: text.speed(measures.number(f"{base}.vanilla_tokens_per_second")))
     row("MTP tok/s", lambda _, k: text.speed(measures.number(f"{k}.tokens_per_second")))
+    row("Vanilla first token, ms", lambda base, _: text.ratio(measures.get(f"{base}.vanilla_first_token_ms")))
+    row("MTP first token, ms", lambda _, k: text.ratio(measures.get(f"{k}.first_token_ms")))
     row("Tokens per round", lambda _, k: text.ratio(measures.get(f"{k}.tokens_per_round")))
     row("First draft accepted", lambda _, k: text.share(measures.get(f"{k}.first_accepted")))
     row("All drafts accepted", lambda _, k: text.share(measures.get(f"{k}.all_accepted")))

@@ -13,7 +13,7 @@ Writer = Callable[[float], str]
 
 
 def ratio(estimate: Estimate | None) -> str:
-    """A ratio or a count a round, two decimals: ``1.83 [1.74, 1.92]``; the interval only where there is one."""
+    """A ratio, a count a round or milliseconds: ``1.83 [1.74, 1.92]``; the interval only where there is one."""
     return _with_interval(estimate, lambda value: f"{value:.2f}")
 
 
