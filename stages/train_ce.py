@@ -7,8 +7,7 @@ import torch
 
 from selfspec.backbones import load
 from selfspec.config import Config
-from selfspec.heads import checkpoint, vocab
-from selfspec.heads.shared import SharedHead
+from selfspec.heads import build, checkpoint, vocab
 from selfspec.losses import objective
 from selfspec.training.loop import Trainer
 from selfspec.training.setup import datasets
@@ -32,7 +31,7 @@ def main(cfg: Config) -> None:
     Path("reports/draft_vocab.json").write_text(json.dumps(facts, indent=2) + "\n")
     print(f"draft vocabulary: {len(draft_vocab)} tokens cover {facts['coverage']} of completion tokens")
 
-    head = SharedHead(model, cfg.head.depths)
+    head = build.build(cfg.head, model, draft_vocab)
     trainer = Trainer(
         model, head, draft_vocab, objective("ce"), cfg.train_ce, cfg.head.depth_decay, train, validation, cfg.seed
     )

@@ -200,11 +200,42 @@ class DistillConfig(_Section):
         return self
 
 
+# What a head type can vary beyond what all have; an option that a type lacks stays at its default.
+HEAD_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "shared": ("norms", "layers", "init"),
+    "cascade": ("branch_norm", "block", "init", "output"),
+    "parallel": ("layers", "output"),
+}
+
+
 class HeadConfig(_Section):
-    type: Literal["shared"]
+    type: Literal["shared", "cascade", "parallel"]
     depths: Annotated[int, Field(ge=1, le=16), BeforeValidator(_number)]
     draft_vocab_size: NaturalInt
     depth_decay: UnitFloat
+    norms: Literal["inputs", "joint"] = "inputs"
+    layers: Annotated[int, Field(ge=1, le=2), BeforeValidator(_number)] = 1
+    init: Literal["random", "last_layer"] = "random"
+    branch_norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    block: Literal["backbone", "encoder"] = "backbone"
+    output: Literal["shared", "own"] = "shared"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that this type has."""
+        return {name: getattr(self, name) for name in HEAD_OPTIONS[self.type]}
+
+    @model_validator(mode="after")
+    def _options_of_the_type(self) -> HeadConfig:
+        for name in dict.fromkeys(name for names in HEAD_OPTIONS.values() for name in names):
+            default = type(self).model_fields[name].default
+            if name not in HEAD_OPTIONS[self.type] and getattr(self, name) != default:
+                owners = " or ".join(kind for kind, names in HEAD_OPTIONS.items() if name in names)
+                allowed = f"{default} with type: {self.type}"
+                raise rule(name, getattr(self, name), allowed, f"change it back, or choose type: {owners}")
+        if self.init == "last_layer" and self.block == "encoder":
+            raise rule("init", self.init, "random with block: encoder", "change it back, or choose block: backbone")
+        return self
 
 
 class TrainConfig(_Section):

@@ -102,7 +102,8 @@ def _merged(base, overlay):
         ("head.depths", 17, "17", "a whole number >= 1 and <= 16"),
         ("seed", 2**32, "4294967296", "a whole number >= 0 and < 4294967296"),
         # a choice, a text, a pattern
-        ("head.type", "shred", "'shred'", "shared"),
+        ("head.type", "shred", "'shred'", "shared or cascade or parallel"),
+        ("head.layers", 3, "3", "a whole number >= 1 and <= 2"),
         ("train_kl.schedule", "cosin", "'cosin'", "cosine or linear or constant"),
         ("backbone.name", "", "''", "text that is not empty"),
         ("backbone.license", 2, "2", "text that is not empty"),
@@ -190,6 +191,24 @@ def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, valu
         (
             _with(accept__temperatures=[0.5, 0.5]),
             "accept.temperatures: got [0.5, 0.5]; allowed: values that differ (0.5 is there twice); keep one of them",
+        ),
+        (
+            _with(head__type="parallel", head__norms="joint"),
+            "head.norms: got 'joint'; allowed: inputs with type: parallel; change it back, or choose type: shared",
+        ),
+        (
+            _with(head__type="shared", head__output="own"),
+            "head.output: got 'own'; allowed: shared with type: shared; "
+            "change it back, or choose type: cascade or parallel",
+        ),
+        (
+            _with(head__type="cascade", head__layers=2),
+            "head.layers: got 2; allowed: 1 with type: cascade; change it back, or choose type: shared or parallel",
+        ),
+        (
+            _with(head__type="cascade", head__block="encoder", head__init="last_layer"),
+            "head.init: got 'last_layer'; allowed: random with block: encoder; "
+            "change it back, or choose block: backbone",
         ),
         (
             _with(shard__sources__0__options={1: 2}),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark.lossless import stock_greedy
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafters.shared import SharedDrafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy
 from tests.unit import tiny, tiny_heads

@@ -37,9 +37,9 @@ def _exact(temperature, ends=()):
     return exact
 
 
-def _counts(rule, vocab, ends=(), batches=BATCHES):
+def _counts(rule, vocab, ends=(), batches=BATCHES, **head):
     decoder = Decoder(_model())
-    drafter = tiny_heads.drafter(decoder, _model(), vocab, seed=5)
+    drafter = tiny_heads.drafter(decoder, _model(), vocab, seed=5, **head)
     counts, outcomes = {}, torch.zeros(DRAFTS + 1)
     for _ in range(batches):
         # One token more than is counted: the first round then offers all DRAFTS.
@@ -109,6 +109,12 @@ def _seeded(kind, temperature, seed=0):
 def test_committed_tokens_follow_the_backbone(temperature, vocab):
     counts = _counts(_seeded(Sampling, temperature), vocab)
     assert _p_value(counts, _exact(temperature)) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["shared-joint-two-layers", "cascade-encoder-own", "parallel-own-two-layers"])
+def test_whatever_the_head_committed_tokens_follow_the_backbone(name):
+    counts = _counts(_seeded(Sampling, 1.0), CUT, **tiny_heads.VARIANTS[name])
+    assert _p_value(counts, _exact(1.0)) > 1e-4
 
 
 def test_texts_that_end_early_follow_the_backbone():

@@ -6,12 +6,11 @@ import torch.nn.functional as F
 
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.rotary import RotaryTable, rotate
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafters.shared import SharedDrafter
 from selfspec.heads.alignment import pack
 from selfspec.heads.checkpoint import TrainedHead
-from selfspec.heads.shared import SharedHead
 from selfspec.heads.vocab import DraftVocab
-from tests.unit import tiny
+from tests.unit import tiny, tiny_heads
 
 DEPTHS = 4
 
@@ -23,13 +22,10 @@ def model():
 
 @pytest.fixture
 def head(model):
-    head = SharedHead(model, DEPTHS).requires_grad_(False)
-    for name, weight in head.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-        else:
-            torch.nn.init.normal_(weight, std=0.2)
-    return head
+    return tiny_heads.random_head(model, DEPTHS)
+
+
+SHARED = {name: options for name, options in tiny_heads.VARIANTS.items() if options["kind"] == "shared"}
 
 
 def _norm(x, module):
@@ -46,47 +42,54 @@ class Reference:
 
     def _input(self, token, state, position):
         embedding = torch.zeros_like(state) if position == 0 else self.embedding[token]
+        if self.head.options["norms"] == "joint":
+            return _norm(self.head.eh_proj.weight @ torch.cat([embedding, state]), self.head.pre_norm)
         joined = torch.cat([_norm(embedding, self.head.enorm), _norm(state, self.head.hnorm)])
         return self.head.eh_proj.weight @ joined
 
-    def _qkv(self, x, position):
-        attention, size = self.head.mtp_block.self_attn, self.head.head_dim
-        normed = _norm(x, self.head.mtp_block.input_layernorm)
+    def _qkv(self, layer, x, position):
+        attention, size = layer.self_attn, self.head.head_dim
+        normed = _norm(x, layer.input_layernorm)
         q, k, v = ((p.weight @ normed).view(-1, size) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         cos, sin = self.table.at(torch.tensor(position))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def chain(self, tokens, hidden, anchor, depths):
         """States of depths 1..depths at ``anchor``, with x[i + d] as embeddings."""
-        keys, values, states = [], [], []
-        for i in range(anchor + 1):
-            q, k, v = self._qkv(x := self._input(tokens[i + 1], hidden[i], i), i)
+        caches = [([], []) for _ in self.head.blocks]
+        for i in range(anchor):
+            self._layers(self._input(tokens[i + 1], hidden[i], i), i, caches)
+        states = [hidden[anchor]]
+        for depth in range(1, depths + 1):
+            position = anchor + depth - 1
+            x = self._input(tokens[anchor + depth], states[-1], position)
+            states.append(_norm(self._layers(x, position, caches), self.head.post_norm))
+        return states[1:]
+
+    def _layers(self, x, position, caches):
+        """Through the decoder layers one after the other, each over the keys it has seen and its new one."""
+        for layer, (keys, values) in zip(self.head.blocks, caches, strict=True):
+            q, k, v = self._qkv(layer, x, position)
             keys.append(k)
             values.append(v)
-        for depth in range(1, depths + 1):
-            if depth > 1:
-                position = anchor + depth - 1
-                q, k, v = self._qkv(x := self._input(tokens[anchor + depth], states[-1], position), position)
-                keys.append(k)
-                values.append(v)
-            group = q.shape[0] // keys[0].shape[0]
+            group = q.shape[0] // k.shape[0]
             heads = []
             for number in range(q.shape[0]):
-                k = torch.stack([key[number // group] for key in keys])
-                v = torch.stack([value[number // group] for value in values])
-                heads.append(torch.softmax(k @ q[number] * self.head.scale, 0) @ v)
-            block = self.head.mtp_block
-            y = x + block.self_attn.o_proj.weight @ torch.cat(heads)
-            y = y + block.mlp(_norm(y, block.post_attention_layernorm))
-            states.append(_norm(y, self.head.post_norm))
-        return states
+                of_head = torch.stack([key[number // group] for key in keys])
+                weights = torch.softmax(of_head @ q[number] * self.head.scale, 0)
+                heads.append(weights @ torch.stack([value[number // group] for value in values]))
+            x = x + layer.self_attn.o_proj.weight @ torch.cat(heads)
+            x = x + layer.mlp(_norm(x, layer.post_attention_layernorm))
+        return x
 
 
 def _text(length):
     return torch.randint(3, 280, (length,))
 
 
-def test_training_forward_equals_the_plain_definition(model, head):
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED.keys())
+def test_training_forward_equals_the_plain_definition(model, options):
+    head = tiny_heads.random_head(model, DEPTHS, **options)
     texts, prompts = [_text(11), _text(7)], [4, 2]
     hidden = [model.model(text[None]).last_hidden_state[0] for text in texts]
     packed = pack(texts, prompts, DEPTHS)

@@ -1,39 +1,73 @@
-"""Random shared heads for the tiny models, and prompts for them."""
+"""Random heads of every type for the tiny models, and prompts for them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from selfspec.backbones.decoder import Decoder
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import Drafter, drafter_for
+from selfspec.heads.build import construct
 from selfspec.heads.checkpoint import TrainedHead
-from selfspec.heads.shared import SharedHead
 from selfspec.heads.vocab import DraftVocab
 
+# Every type, and every option away from its default at least once: `kind` and options of `random_head`.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shared": {"kind": "shared"},
+    "shared-joint": {"kind": "shared", "norms": "joint"},
+    "shared-two-layers": {"kind": "shared", "layers": 2},
+    "shared-joint-two-layers": {"kind": "shared", "norms": "joint", "layers": 2},
+    "cascade": {"kind": "cascade"},
+    "cascade-layernorm": {"kind": "cascade", "branch_norm": "layernorm"},
+    "cascade-encoder-own": {"kind": "cascade", "branch_norm": "layernorm", "block": "encoder", "output": "own"},
+    "parallel": {"kind": "parallel"},
+    "parallel-own-two-layers": {"kind": "parallel", "layers": 2, "output": "own"},
+}
 
-def random_head(model: PreTrainedModel, depths: int = 4, *, seed: int = 0, std: float = 0.2) -> SharedHead:
-    """A head without gradients whose every weight matters (norms are not ones); the random state is left as it was."""
+
+def random_head(
+    model: PreTrainedModel,
+    depths: int = 4,
+    *,
+    seed: int = 0,
+    std: float = 0.2,
+    kind: str = "shared",
+    ids: torch.Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """A head without gradients whose every weight matters (norms are not ones); the random state is left as it was.
+
+    Own output rows are for the draft vocabulary ``ids``.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = SharedHead(model, depths).requires_grad_(False)
+        head = construct(kind, model, depths, vocabulary(model, ids), options).requires_grad_(False)
         for name, weight in head.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
+            elif "lm_heads" in name:
+                weight.add_(torch.randn_like(weight), alpha=std / 4)
             else:
                 torch.nn.init.normal_(weight, std=std)
     return head
 
 
-def trained(model: PreTrainedModel, head: SharedHead, ids: torch.Tensor | None = None) -> TrainedHead:
-    """``head`` with the draft vocabulary ``ids`` (default: every token)."""
+def vocabulary(model: PreTrainedModel, ids: torch.Tensor | None = None) -> DraftVocab:
+    """The draft vocabulary ``ids`` (default: every token)."""
     size = model.config.vocab_size
-    return TrainedHead(head, DraftVocab(torch.arange(size) if ids is None else ids, size), {})
+    return DraftVocab(torch.arange(size) if ids is None else ids, size)
 
 
-def drafter(decoder: Decoder, model: PreTrainedModel, ids: torch.Tensor | None = None, **options) -> SharedDrafter:
+def trained(model: PreTrainedModel, head: Any, ids: torch.Tensor | None = None) -> TrainedHead:
+    """``head`` with the draft vocabulary ``ids`` (default: every token)."""
+    return TrainedHead(head, vocabulary(model, ids), {})
+
+
+def drafter(decoder: Decoder, model: PreTrainedModel, ids: torch.Tensor | None = None, **options: Any) -> Drafter:
     """A drafter with a random head; ``options`` as in `random_head`."""
-    return SharedDrafter(decoder, trained(model, random_head(model, **options), ids))
+    return drafter_for(decoder, trained(model, random_head(model, ids=ids, **options), ids))
 
 
 def prompt(length: int, vocab_size: int = 280, seed: int = 0) -> list[int]:

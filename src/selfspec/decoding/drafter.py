@@ -1,83 +1,65 @@
-"""Drafting with the shared recursive head: its own one-layer cache, kept to verified anchors."""
+"""What the drafting loop needs from a head's drafter, and the drafter of each head type."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import Any, Protocol
+
 from torch import Tensor
 
-from selfspec.backbones.block import FusedBlock, rms_norm
-from selfspec.backbones.decoder import Decoder, RaggedCache, Slots, attend
+from selfspec.backbones.decoder import Decoder
+from selfspec.decoding.drafters.cascade import CascadeDrafter
+from selfspec.decoding.drafters.parallel import ParallelDrafter
+from selfspec.decoding.drafters.shared import SharedDrafter
+from selfspec.heads.cascade import CascadeHead
 from selfspec.heads.checkpoint import TrainedHead
+from selfspec.heads.parallel import ParallelHead
+from selfspec.heads.vocab import DraftVocab
 
 
-class SharedDrafter:
-    """The head's weights arranged for drafting on top of ``decoder``.
+class DraftCache(Protocol):
+    """What a drafter keeps of each row's verified anchors."""
 
-    Cache slot p holds anchor p's depth-1 key, computed from the backbone's true state h[p]. A chain
-    writes its depth-2, 3, … keys behind the last verified anchor without counting them in: the next
-    round overwrites them, whatever was accepted.
+    def select(self, rows: list[int]) -> Any:
+        """A cache of ``rows`` only."""
+
+
+class Drafter(Protocol):
+    """A head's weights arranged for drafting. Each knows its own kind of cache alone, hence ``Any``.
+
+    Attributes:
+        vocab: the tokens it can draft.
+        facts: the head's ``head.json``.
+        max_drafts: drafts a round it can make; None: any number.
     """
 
-    def __init__(self, decoder: Decoder, head: TrainedHead) -> None:
-        module = head.module
-        self.decoder, self.vocab, self.facts = decoder, head.vocab, head.facts
-        dtype = decoder.dtype
-        self.block = FusedBlock(module.mtp_block, module.head_dim, dtype)
-        self.enorm, self.hnorm, self.post_norm = (
-            norm.weight.detach().to(dtype) for norm in (module.enorm, module.hnorm, module.post_norm)
-        )
-        self.eps: float = module.enorm.variance_epsilon
-        self.eh_proj = module.eh_proj.weight.detach().to(dtype)
-        self.draft_rows = head.vocab.rows(decoder.lm_head)
+    decoder: Decoder
+    vocab: DraftVocab
+    facts: dict[str, Any]
+    max_drafts: int | None
 
     def nbytes(self) -> int:
-        """Memory the head adds: its weights and its copy of the draft vocabulary's output rows."""
-        block = [value for value in vars(self.block).values() if isinstance(value, Tensor)]
-        own = [self.enorm, self.hnorm, self.post_norm, self.eh_proj]
-        shared = [] if self.vocab.whole else [self.draft_rows]
-        return sum(tensor.nbytes for tensor in block + own + shared)
+        """Memory the head adds to the backbone."""
 
-    def new_cache(self, rows: int, limit: int) -> RaggedCache:
-        decoder = self.decoder
-        return RaggedCache(1, rows, decoder.kv_heads, limit, decoder.head_dim, decoder.dtype, decoder.device)
+    def new_cache(self, rows: int, limit: int, num_drafts: int | None = None) -> Any:
+        """An empty ``DraftCache`` for texts of up to ``limit`` tokens and ``num_drafts`` drafts a round."""
 
-    @torch.inference_mode()
-    def forward(self, tokens: Tensor, states: Tensor, cache: RaggedCache, ahead: int = 0) -> Tensor:
-        """Head states ``[rows, time, H]`` for embeddings of ``tokens [rows, time]`` and previous ``states``.
-
-        Writes keys behind each row's valid length plus ``ahead``; the caller advances the cache.
-        """
-        slots = Slots(cache, tokens.shape[1], self.decoder.group, ahead)
-        embedding = F.embedding(tokens, self.decoder.embedding)
-        if min(cache.lengths) + ahead == 0:  # as vLLM serves position 0, and as the head was trained
-            embedding = embedding.masked_fill((slots.positions == 0)[..., None], 0)
-        joined = torch.cat([rms_norm(embedding, self.enorm, self.eps), rms_norm(states, self.hnorm, self.eps)], dim=-1)
-        x = F.linear(joined, self.eh_proj)
-        q, k, v = self.block.qkv(x, *self.decoder.rotary.at(slots.positions))
-        keys, values = cache.write(0, k, v, slots)
-        attended = attend(q, keys, values, slots.mask, slots.causal, self.decoder.scale)
-        return rms_norm(self.block.finish(x, attended), self.post_norm, self.eps)
-
-    def observe(self, tokens: Tensor, states: Tensor, counts: list[int], cache: RaggedCache) -> Tensor:
+    def observe(self, tokens: Tensor, states: Tensor, counts: list[int], cache: Any) -> Tensor:
         """Take verified anchors in: true ``states [rows, time, H]`` with their next ``tokens [rows, time]``.
 
-        Args:
-            counts: how many of the ``time`` anchors are real in each row; at least 1.
-
-        Returns:
-            ``[rows, H]`` depth-1 state of each row's newest anchor.
+        Row r has ``counts[r]`` real ones, at least 1. Returns ``[rows, H]`` what ``logits`` scores at depth 1.
         """
-        out = self.forward(tokens, states, cache)
-        cache.advance(counts)
-        rows = torch.arange(len(counts), device=out.device)
-        return out[rows, torch.tensor(counts, device=out.device) - 1]
 
-    def deepen(self, token: Tensor, state: Tensor, depth: int, cache: RaggedCache) -> Tensor:
-        """Depth ``depth >= 2`` of the newest anchor's chain: ``token [rows]`` is its previous draft; ``[rows, H]``."""
-        return self.forward(token[:, None], state[:, None], cache, ahead=depth - 2)[:, 0]
+    def deepen(self, token: Tensor, state: Tensor, depth: int, cache: Any) -> Tensor:
+        """``[rows, H]`` what ``logits`` scores at ``depth >= 2``, from the depth before: its ``state``, its draft."""
 
-    @torch.inference_mode()
-    def logits(self, state: Tensor) -> Tensor:
+    def logits(self, state: Tensor, depth: int = 1) -> Tensor:
         """Scores over the draft vocabulary, ``[rows, draft_vocab]``."""
-        return F.linear(state, self.draft_rows)
+
+
+def drafter_for(decoder: Decoder, head: TrainedHead) -> Drafter:
+    """The drafter of the head's type."""
+    if isinstance(head.module, CascadeHead):
+        return CascadeDrafter(decoder, head)
+    if isinstance(head.module, ParallelHead):
+        return ParallelDrafter(decoder, head)
+    return SharedDrafter(decoder, head)

@@ -17,11 +17,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.backbones.decoder import Decoder, RaggedCache
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import DraftCache, Drafter
 from selfspec.decoding.rules import Rule
+from selfspec.errors import SelfspecError
 
 # (row, new tokens) whenever a row commits; for streaming.
 OnTokens = Callable[[int, list[int]], None]
+
+
+class DraftingError(SelfspecError, ValueError):
+    """The head cannot draft what is asked of it."""
 
 
 @dataclass
@@ -55,7 +60,7 @@ class _Batch:
 
     rows: list[int]  # index into the prompts
     cache: RaggedCache
-    head_cache: RaggedCache | None
+    head_cache: DraftCache | None
     pending: Tensor  # [rows] newest committed token, not yet read by the backbone
     state: Tensor | None  # [rows, H] depth-1 head state of the newest anchor
     room: list[int] = field(default_factory=list)  # tokens a row may still commit
@@ -72,7 +77,7 @@ class _Batch:
 
 def speculate(
     decoder: Decoder,
-    drafter: SharedDrafter | None,
+    drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -84,7 +89,8 @@ def speculate(
     """Decode ``prompts`` with up to ``num_drafts`` drafts a round; 0 is plain decoding in the same engine.
 
     Raises:
-        ValueError: an empty prompt, drafts without a drafter, or more tokens than the backbone's context.
+        ValueError: an empty prompt, drafts without a drafter or beyond what it can make, or more tokens than the
+            backbone's context.
     """
     _check(decoder, drafter, prompts, max_new_tokens, num_drafts)
     started = time.perf_counter()
@@ -92,7 +98,7 @@ def speculate(
     ends = frozenset(end_tokens)
     longest = max(map(len, prompts))
     capacity = min(longest + max_new_tokens + num_drafts, decoder.max_positions)
-    batch = _prefill(decoder, drafter if num_drafts else None, prompts, capacity, rule)
+    batch = _prefill(decoder, drafter if num_drafts else None, prompts, capacity, rule, num_drafts)
     batch.room = [max_new_tokens] * len(prompts)
     result.prefill_seconds = time.perf_counter() - started
     _commit(batch, [[token] for token in batch.pending.tolist()], result, ends, on_tokens)
@@ -105,7 +111,7 @@ def speculate(
 
 def _check(
     decoder: Decoder,
-    drafter: SharedDrafter | None,
+    drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     num_drafts: int,
@@ -116,6 +122,11 @@ def _check(
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, allowed: at least 1")
     if num_drafts < 0 or (num_drafts and drafter is None):
         raise ValueError(f"num_drafts: got {num_drafts}, allowed: 0, or more with a head")
+    if drafter is not None and drafter.max_drafts is not None and num_drafts > drafter.max_drafts:
+        raise DraftingError(
+            f"num_drafts: got {num_drafts}, allowed: at most {drafter.max_drafts}, the depths that this head has; "
+            "lower it, or train with more head.depths"
+        )
     needed = max(map(len, prompts)) + max_new_tokens
     if needed > decoder.max_positions:
         raise ValueError(
@@ -125,7 +136,12 @@ def _check(
 
 
 def _prefill(
-    decoder: Decoder, drafter: SharedDrafter | None, prompts: Sequence[Sequence[int]], capacity: int, rule: Rule
+    decoder: Decoder,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    rule: Rule,
+    num_drafts: int,
 ) -> _Batch:
     cache, hidden = decoder.prefill([list(prompt) for prompt in prompts], capacity)
     pending = rule.first(decoder.logits(torch.stack([state[-1] for state in hidden])))
@@ -135,7 +151,7 @@ def _prefill(
             torch.cat([torch.tensor(list(prompt[1:]), dtype=torch.long, device=pending.device), pending[row : row + 1]])
             for row, prompt in enumerate(prompts)
         ]
-        batch.head_cache = drafter.new_cache(len(prompts), capacity)
+        batch.head_cache = drafter.new_cache(len(prompts), capacity, num_drafts)
         batch.state = drafter.observe(
             pad_sequence(following, batch_first=True),
             pad_sequence(hidden, batch_first=True),
@@ -147,7 +163,7 @@ def _prefill(
 
 def _round(
     decoder: Decoder,
-    drafter: SharedDrafter | None,
+    drafter: Drafter | None,
     batch: _Batch,
     drafted: int,
     rule: Rule,
@@ -183,7 +199,7 @@ def _round(
     _commit(batch, tokens, result, ends, on_tokens)
 
 
-def _draft(drafter: SharedDrafter | None, batch: _Batch, count: int, rule: Rule) -> Tensor:
+def _draft(drafter: Drafter | None, batch: _Batch, count: int, rule: Rule) -> Tensor:
     """``[rows, count]`` draft tokens; the head's cache lengths stay at the verified anchors."""
     if count == 0:
         return batch.pending.new_empty(len(batch.rows), 0)
@@ -195,7 +211,7 @@ def _draft(drafter: SharedDrafter | None, batch: _Batch, count: int, rule: Rule)
     for depth in range(1, count + 1):
         if depth > 1:
             state = drafter.deepen(drafts[-1], state, depth, batch.head_cache)
-        drafts.append(rule.propose(drafter.logits(state), drafter.vocab))
+        drafts.append(rule.propose(drafter.logits(state, depth), drafter.vocab))
     return torch.stack(drafts, dim=1)
 
 

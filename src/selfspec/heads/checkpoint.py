@@ -13,36 +13,38 @@ from transformers import PreTrainedModel
 
 from selfspec.backbones.load import input_embeddings
 from selfspec.errors import SelfspecError
-from selfspec.heads.shared import SharedHead
+from selfspec.heads.build import KINDS, construct
+from selfspec.heads.protocol import Head
 from selfspec.heads.vocab import DraftVocab
 
 _VOCAB_KEY = "draft_vocab"
 
 
 class HeadError(SelfspecError):
-    """A head's files are missing, or belong to another backbone."""
+    """A head's files are missing, incomplete, or belong to another backbone."""
 
 
 @dataclass(frozen=True)
 class TrainedHead:
     """A head with what it needs to draft."""
 
-    module: SharedHead
+    module: Head
     vocab: DraftVocab
     facts: dict[str, Any]
 
 
-def save(directory: Path, head: SharedHead, vocab: DraftVocab, backbone: str) -> None:
+def save(directory: Path, head: Head, vocab: DraftVocab, backbone: str) -> None:
     """Write the head with its float32 weights; the directory is created."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in head.state_dict().items()}
     tensors[_VOCAB_KEY] = vocab.ids
     save_file(tensors, directory / "head.safetensors")
     facts = {
-        "type": "shared",
+        "type": head.kind,
         "depths": head.depths,
+        "options": head.options,
         "backbone": backbone,
-        "hidden_size": head.eh_proj.out_features,
+        "hidden_size": head.hidden_size,
         "vocab_size": len(vocab.index),
         "draft_vocab_size": len(vocab),
         "parameters": sum(p.numel() for p in head.parameters()),
@@ -60,7 +62,7 @@ def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = No
     """Read a head for ``model`` in ``dtype`` (default: the backbone's).
 
     Raises:
-        HeadError: no head there, or sizes that do not fit the backbone.
+        HeadError: no head there, sizes that do not fit the backbone, or files that contradict each other.
     """
     check(directory)
     facts = json.loads((directory / "head.json").read_text())
@@ -74,6 +76,24 @@ def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = No
     weight = input_embeddings(model)
     tensors = load_file(directory / "head.safetensors", device=str(weight.device))
     vocab = DraftVocab(tensors.pop(_VOCAB_KEY), vocab_size)
-    head = SharedHead(model, facts["depths"])
-    head.load_state_dict(tensors)
+    head = _built(directory, facts, model, vocab)
+    try:
+        head.load_state_dict(tensors)
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())
+        raise HeadError(
+            f"{directory}: head.safetensors does not hold what head.json says ({detail}); train it again"
+        ) from None
     return TrainedHead(head.to(device=weight.device, dtype=dtype or weight.dtype), vocab, facts)
+
+
+def _built(directory: Path, facts: dict[str, Any], model: PreTrainedModel, vocab: DraftVocab) -> Head:
+    """A head as ``facts`` describe it. Files from before types had options name none: the defaults are theirs."""
+    kind, options = facts["type"], facts.get("options", {})
+    try:
+        return construct(kind, model, facts["depths"], vocab, options)
+    except KeyError:
+        allowed = ", ".join(known.kind for known in KINDS)
+        raise HeadError(f"{directory}: head.json has type {kind!r}; allowed: {allowed}; train one of these") from None
+    except (TypeError, ValueError) as error:
+        raise HeadError(f"{directory}: head.json has type {kind} with {options}: {error}; train it again") from None

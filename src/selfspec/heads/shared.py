@@ -1,4 +1,4 @@
-"""The shared recursive head: one decoder layer, applied again at every depth.
+"""The shared recursive head: one block, applied again at every depth.
 
 The form of FastMTP (arXiv 2509.18362), of vLLM's single-layer MTP and of DeepSeek-V3's modules with
 tied depths: norm both inputs, project their concatenation ``[embedding, hidden]``, run the backbone's
@@ -7,114 +7,116 @@ own decoder-layer class, norm. The state passed on is the normed one, scored by 
 
 from __future__ import annotations
 
-import copy
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from selfspec.backbones.block import Block, check_supported
-from selfspec.backbones.decoder import attend, fold_mask
 from selfspec.backbones.rotary import RotaryTable
-from selfspec.heads.alignment import Packed, chain_mask
+from selfspec.heads import parts
+from selfspec.heads.alignment import Packed
+from selfspec.heads.attention import Layout, attend_causal, attend_chains, layout
+from selfspec.heads.protocol import Head
 
 
-class SharedHead(nn.Module):
+class SharedHead(Head):
     """Parameters and the training forward pass.
 
     Args:
-        model: the backbone; gives the layer class, sizes and norms, never weights.
+        model: the backbone; gives the layer class, sizes and norms, and weights only where ``init`` says so.
         depths: K the head is trained for (it can be run deeper).
+        norms: ``inputs``: a norm on each input, then the projection (``enorm``, ``hnorm``);
+            ``joint``: the projection, then one norm (``pre_norm``).
+        layers: decoder layers in the block; the first is ``mtp_block``.
+        init: ``random``, or ``last_layer``: the block starts as the backbone's last layers.
     """
 
-    def __init__(self, model: PreTrainedModel, depths: int) -> None:
-        super().__init__()
-        config = model.config
-        check_supported(config)
-        layer_config = copy.deepcopy(config)
-        layer_config._attn_implementation = "eager"  # never run; spares the check for fused kernels
-        inner = model.get_decoder()
-        hidden = config.hidden_size
-        self.depths = depths
-        norm = type(inner.norm)
-        self.enorm, self.hnorm, self.post_norm = (norm(hidden, eps=config.rms_norm_eps) for _ in range(3))
-        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        self.mtp_block = type(inner.layers[0])(layer_config, layer_idx=0)
-        self.head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-        self.scale = 1.0 / math.sqrt(self.head_dim)
-        self._initialise(config)
+    kind = "shared"
 
-    def _initialise(self, config: PretrainedConfig) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.initializer_range)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        depths: int,
+        *,
+        norms: Literal["inputs", "joint"] = "inputs",
+        layers: int = 1,
+        init: Literal["random", "last_layer"] = "random",
+    ) -> None:
+        super().__init__()
+        check_supported(model.config)
+        self.depths, self.hidden_size = depths, model.config.hidden_size
+        self.options = {"norms": norms, "layers": layers, "init": init}
+        self.joint = norms == "joint"
+        if self.joint:
+            self.pre_norm, self.post_norm = (parts.new_norm(model) for _ in range(2))
+        else:
+            self.enorm, self.hnorm, self.post_norm = (parts.new_norm(model) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False)
+        self.mtp_block = parts.new_layer(model)
+        self.later_blocks = nn.ModuleList(parts.new_layer(model) for _ in range(layers - 1))
+        self.head_dim = parts.head_dim(model)
+        self.scale = 1.0 / math.sqrt(self.head_dim)
+        parts.initialise(self, model.config.initializer_range)
+        if init == "last_layer":
+            parts.copy_last_layers(model, self.blocks)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers in their order."""
+        return [self.mtp_block, *self.later_blocks]
 
     def combine(self, embedding: Tensor, state: Tensor) -> Tensor:
         """The block's input ``[..., hidden]`` from a token embedding and the previous state."""
+        if self.joint:
+            joined: Tensor = self.pre_norm(self.eh_proj(torch.cat([embedding, state], dim=-1)))
+            return joined
         return self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], dim=-1))
 
     def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
-        """Teacher-forced states of all active anchors.
+        blocks = [Block(layer, self.head_dim) for layer in self.blocks]
+        documents = layout(packed)
+        x, keys, values = self._first_depth(packed, hidden, embedding, rotary, blocks, documents)
+        states: list[Tensor] = [self.post_norm(x)]
+        position = packed.position[packed.anchors]
+        for depth in range(2, packed.depths + 1):
+            x = self.combine(F.embedding(packed.tokens[packed.inputs[depth - 1]], embedding), states[-1])
+            cos, sin = rotary.at(position + depth - 1)
+            for block, seen_keys, seen_values in zip(blocks, keys, values, strict=True):
+                q, k, v = block.qkv(x, cos, sin)
+                seen_keys.append(k)
+                seen_values.append(v)
+                x = block.finish(x, attend_chains(q, seen_keys, seen_values, documents, depth, self.scale))
+            states.append(self.post_norm(x))
+        return states
 
-        Args:
-            hidden: ``[N, H]`` final-norm states of the backbone.
-            embedding: ``[vocabulary, H]`` the backbone's input embeddings.
-
-        Returns:
-            K tensors ``[A, H]``, depth 1 first.
-        """
-        block = Block(self.mtp_block, self.head_dim)
+    def _first_depth(
+        self,
+        packed: Packed,
+        hidden: Tensor,
+        embedding: Tensor,
+        rotary: RotaryTable,
+        blocks: list[Block],
+        documents: Layout,
+    ) -> tuple[Tensor, list[list[Tensor]], list[list[Tensor]]]:
+        """The last layer's output ``[A, H]`` at anchors; by layer, lists that start with all tokens' keys, values."""
         first = F.embedding(packed.tokens[packed.next_token], embedding)
         first = first.masked_fill((packed.position == 0)[:, None], 0)  # as vLLM serves position 0
         x = self.combine(first, hidden)
-        layout = _layout(packed)
-        position = packed.position[packed.anchors]
-        keys, values = block.kv(x, *rotary.at(packed.position))
-        all_keys, all_values = [keys], [values]
+        cos, sin = rotary.at(packed.position)
+        keys, values = [], []
+        for block in blocks[:-1]:  # the next layer's keys need this one's output at every token
+            q, k, v = block.qkv(x, cos, sin)
+            x = block.finish(x, attend_causal(q, k, v, documents, self.scale))
+            keys.append([k])
+            values.append([v])
+        k, v = blocks[-1].kv(x, cos, sin)
+        keys.append([k])
+        values.append([v])
         x = x[packed.anchors]
-        states: list[Tensor] = []
-        for depth in range(1, packed.depths + 1):
-            if depth > 1:
-                x = self.combine(F.embedding(packed.tokens[packed.inputs[depth - 1]], embedding), states[-1])
-            q, k, v = block.qkv(x, *rotary.at(position + depth - 1))
-            if depth > 1:
-                all_keys.append(k)
-                all_values.append(v)
-            attended = _attend_documents(q, all_keys, all_values, layout, depth, self.scale)
-            states.append(self.post_norm(block.finish(x, attended)))
-        return states
-
-
-# Per document: slice of its tokens, slice of its active anchors, positions of those anchors.
-_Layout = list[tuple[slice, slice, Tensor]]
-
-
-def _layout(packed: Packed) -> _Layout:
-    documents = int(packed.document[-1]) + 1
-    token_ends = torch.bincount(packed.document, minlength=documents).cumsum(0).tolist()
-    anchor_ends = torch.bincount(packed.document[packed.anchors], minlength=documents).cumsum(0).tolist()
-    layout, token, anchor = [], 0, 0
-    for token_end, anchor_end in zip(token_ends, anchor_ends, strict=True):
-        anchors = slice(anchor, anchor_end)
-        layout.append((slice(token, token_end), anchors, packed.position[packed.anchors[anchors]]))
-        token, anchor = token_end, anchor_end
-    return layout
-
-
-def _attend_documents(
-    q: Tensor, keys: list[Tensor], values: list[Tensor], layout: _Layout, depth: int, scale: float
-) -> Tensor:
-    """Chain attention of every active anchor, document by document; ``[A, heads * head_dim]``."""
-    outputs = []
-    for tokens, anchors, positions in layout:
-        k = torch.cat([keys[0][tokens]] + [later[anchors] for later in keys[1:]]).transpose(0, 1)[None]
-        v = torch.cat([values[0][tokens]] + [later[anchors] for later in values[1:]]).transpose(0, 1)[None]
-        allowed = chain_mask(positions, tokens.stop - tokens.start, depth)
-        bias = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device)
-        bias = fold_mask(bias.masked_fill_(~allowed, torch.finfo(q.dtype).min)[None, None], q.shape[1] // k.shape[1])
-        outputs.append(attend(q[anchors][None], k, v, bias, causal=False, scale=scale)[0])
-    return torch.cat(outputs)
+        q, _, _ = blocks[-1].qkv(x, cos[packed.anchors], sin[packed.anchors])
+        x = blocks[-1].finish(x, attend_chains(q, keys[-1], values[-1], documents, 1, self.scale))
+        return x, keys, values

@@ -1,0 +1,47 @@
+"""What training and drafting need from a head, whatever its type."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from selfspec.backbones.rotary import RotaryTable
+from selfspec.heads.alignment import Packed
+
+
+class Head(nn.Module):
+    """A trainable head on a frozen backbone, after the contract of ``heads/alignment.py``.
+
+    Attributes:
+        kind: its ``head.type``.
+        depths: K it is trained for.
+        hidden_size: H, of its states and the backbone's.
+        options: what its constructor needs besides model, depths and vocabulary to build it again.
+    """
+
+    kind: ClassVar[str]
+    depths: int
+    hidden_size: int
+    options: dict[str, Any]
+
+    def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
+        """Teacher-forced states of all active anchors.
+
+        Args:
+            hidden: ``[N, H]`` final-norm states of the backbone.
+            embedding: ``[vocabulary, H]`` the backbone's input embeddings.
+
+        Returns:
+            K tensors ``[A, H]``, depth 1 first; scored by output rows they are the draft logits.
+        """
+        raise NotImplementedError
+
+    def output_rows(self, depth: int) -> Tensor | None:
+        """The head's own output projection ``[draft_vocab, H]`` of ``depth`` (from 0); None: the backbone's serves."""
+        return None
+
+    def check_depths(self, wanted: int) -> None:
+        """Raise ValueError where depths have weights of their own and ``wanted`` exceeds them."""
+        if wanted > self.depths:
+            raise ValueError(f"depths: got {wanted}, allowed: at most {self.depths}, which this {self.kind} head has")
