@@ -10,7 +10,7 @@ from selfspec.backbones import load
 from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark import heldout, lossless
 from selfspec.config import Config
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import drafter_for
 from selfspec.decoding.rules import rule_for
 from selfspec.distill import records
 from selfspec.heads import checkpoint
@@ -43,7 +43,7 @@ def main(cfg: Config) -> None:
     rows = heldout.forced_rows(decoder, head, groups, head.module.depths, samples, seed)
     rows += heldout.running_rows(
         decoder,
-        SharedDrafter(decoder, head),
+        drafter_for(decoder, head),
         groups,
         modes,
         num_drafts=cfg.accept.num_drafts,
@@ -70,7 +70,7 @@ def check_lossless(cfg: Config, groups: dict[str, list[records.Completion]]) -> 
     """Greedy identity in float32 on prompts taken in turn from every domain."""
     model = load.load_model(cfg.backbone, torch.float32)
     decoder = Decoder(model)
-    drafter = SharedDrafter(decoder, checkpoint.load(HEAD, model))
+    drafter = drafter_for(decoder, checkpoint.load(HEAD, model))
     longest = max(map(len, groups.values()))
     in_turn = [group[i].prompt_ids for i in range(longest) for group in groups.values() if i < len(group)]
     prompts = in_turn[: cfg.accept.lossless_prompts]

@@ -11,7 +11,7 @@ from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark import divergence, machine, table
 from selfspec.benchmark.timing import Method, Runner, interleave, our_runner, stock_runner
 from selfspec.config import Config
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import drafter_for
 from selfspec.distill import records
 from selfspec.heads import checkpoint
 from stages._run import run
@@ -22,7 +22,7 @@ def main(cfg: Config) -> None:
     model = load.load_model(cfg.backbone)
     decoder = Decoder(model)
     head = checkpoint.load(Path("models/head"), model)
-    drafter = SharedDrafter(decoder, head)
+    drafter = drafter_for(decoder, head)
     groups = records.by_domain(records.read(Path("data/distill/heldout")), cfg.bench.prompts)
     prompts = {domain: [c.prompt_ids for c in groups[domain]] for domain in cfg.bench.domains if domain in groups}
 

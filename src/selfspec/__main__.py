@@ -21,7 +21,7 @@ from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark import divergence
 from selfspec.config import Config
 from selfspec.config import load as load_config
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import drafter_for
 from selfspec.decoding.loop import Generation, OnTokens, speculate
 from selfspec.decoding.rules import rule_for
 from selfspec.errors import SelfspecError
@@ -84,7 +84,7 @@ def _generate(options: argparse.Namespace) -> None:
     tokenizer: Any = load.load_tokenizer(config.backbone)
     model = load.load_model(config.backbone)
     decoder = Decoder(model)
-    drafter = SharedDrafter(decoder, checkpoint.load(options.head, model))
+    drafter = drafter_for(decoder, checkpoint.load(options.head, model))
     prompt = _token_ids(tokenizer, options)
 
     def run(num_drafts: int, max_new_tokens: int, on_tokens: OnTokens | None = None) -> Generation:

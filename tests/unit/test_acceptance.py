@@ -13,7 +13,7 @@ from selfspec.acceptance import Estimate, IdentityError
 from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark import heldout, lossless, table, teacher_forced
 from selfspec.benchmark.timing import Method, Run, interleave, our_runner, stock_runner
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import drafter_for
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy, Sampling, rule_for
 from selfspec.distill.records import Completion
@@ -361,7 +361,7 @@ def _texts():
 
 def _brute_force(model, decoder, head, completion):
     """One anchor at a time through the drafter, probabilities by hand."""
-    drafter, tokens = SharedDrafter(decoder, head), torch.tensor(completion.tokens)
+    drafter, tokens = drafter_for(decoder, head), torch.tensor(completion.tokens)
     out = model.model(tokens[None]).last_hidden_state
     backbone = model.lm_head(out)[0]
     hits, overlap, positions = np.zeros(DEPTHS), np.zeros(DEPTHS), np.zeros(DEPTHS)
@@ -379,7 +379,7 @@ def _brute_force(model, decoder, head, completion):
             if predicted < len(completion.prompt_ids):
                 continue
             q = torch.zeros(24)
-            q[head.vocab.ids] = torch.softmax(drafter.logits(state)[0], -1)
+            q[head.vocab.ids] = torch.softmax(drafter.logits(state, depth)[0], -1)
             p = torch.softmax(backbone[predicted - 1], -1)
             right.append(bool(q.argmax() == p.argmax()))
             hits[depth - 1] += right[-1]
@@ -391,9 +391,11 @@ def _brute_force(model, decoder, head, completion):
 
 
 @pytest.mark.parametrize("ids", [None, torch.arange(0, 24, 2)], ids=["whole", "cut"])
-def test_teacher_forced_equals_brute_force(model, decoder, ids, monkeypatch):
+@pytest.mark.parametrize("name", ["shared", "cascade-encoder-own", "parallel-own-two-layers"])
+def test_teacher_forced_equals_brute_force(model, decoder, ids, name, monkeypatch):
     monkeypatch.setattr(teacher_forced, "_CHUNK", 3)  # several chunks a text
-    head = tiny_heads.trained(model, tiny_heads.random_head(model, DEPTHS), ids)
+    options = tiny_heads.VARIANTS[name]
+    head = tiny_heads.trained(model, tiny_heads.random_head(model, DEPTHS, ids=ids, **options), ids)
     forced = teacher_forced.measure(decoder, head, _texts(), DEPTHS)
     expected = [_brute_force(model, decoder, head, completion) for completion in _texts()]
     for row, (hits, overlap, positions, chains) in enumerate(expected):
@@ -442,6 +444,7 @@ def _oracle(shift):
     def module(packed, hidden, embedding, rotary):
         return [hidden[(index + shift).clamp(0, len(hidden) - 1)] for index in packed.inputs]
 
+    module.output_rows = lambda depth: None
     return TrainedHead(module, DraftVocab(torch.arange(24), 24), {})
 
 

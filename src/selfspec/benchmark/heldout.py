@@ -11,7 +11,7 @@ from tqdm import tqdm
 from selfspec.acceptance import Estimate, outcome_counts, ratio, resample_weights, round_statistics
 from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark import teacher_forced
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import Drafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Rule
 from selfspec.distill.records import Completion
@@ -104,7 +104,7 @@ def forced_rows(
 
 def running_rows(
     decoder: Decoder,
-    drafter: SharedDrafter,
+    drafter: Drafter,
     groups: Mapping[str, Sequence[Completion]],
     modes: Mapping[str, Callable[[], Rule]],
     *,

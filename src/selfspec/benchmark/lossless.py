@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.load import end_tokens
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import Drafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy
 from selfspec.errors import SelfspecError
@@ -60,7 +60,7 @@ def stock_greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: i
 def check(
     model: PreTrainedModel,
     decoder: Decoder,
-    drafter: SharedDrafter,
+    drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     num_drafts: int,

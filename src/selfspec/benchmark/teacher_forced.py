@@ -67,7 +67,7 @@ def _one(decoder: Decoder, head: TrainedHead, completion: Completion, depths: in
     _, (hidden,) = decoder.prefill([completion.tokens], completion.length)
     packed = pack([torch.tensor(completion.tokens)], [len(completion.prompt_ids)], depths).to(decoder.device)
     states = torch.stack(head.module(packed, hidden, decoder.embedding, decoder.rotary))
-    draft_rows = head.vocab.rows(decoder.lm_head)
+    draft_rows = head.output_rows(decoder.lm_head, depths)
     overlap = torch.zeros(depths)
     hits = []
     depth_index = torch.arange(depths, device=decoder.device)[:, None]
@@ -75,7 +75,7 @@ def _one(decoder: Decoder, head: TrainedHead, completion: Completion, depths: in
         mask, rows = packed.mask[:, chunk], packed.rows[:, chunk]
         full = decoder.logits(hidden[packed.teachers[chunk]])
         p = torch.softmax(full.float(), dim=-1)[:, head.vocab.ids]
-        logits = F.linear(states[depth_index, rows], draft_rows)
+        logits = torch.stack(list(map(F.linear, states[depth_index, rows], draft_rows)))
         hits.append((head.vocab.ids[logits.argmax(-1)] == full.argmax(-1)) & mask)
         overlap += (acceptance(logits, p) * mask).sum(1).cpu()
     hit = torch.cat(hits, dim=1)

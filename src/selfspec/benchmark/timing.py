@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from selfspec.backbones.decoder import Decoder
-from selfspec.decoding.drafter import SharedDrafter
+from selfspec.decoding.drafter import Drafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import rule_for
 
@@ -54,7 +54,7 @@ class Run:
 Runner = Callable[[Sequence[int], float, int], Run]
 
 
-def our_runner(decoder: Decoder, drafter: SharedDrafter, num_drafts: int, max_new_tokens: int) -> Runner:
+def our_runner(decoder: Decoder, drafter: Drafter, num_drafts: int, max_new_tokens: int) -> Runner:
     """Our engine with ``num_drafts`` drafts a round."""
 
     def once(prompt: Sequence[int], temperature: float, seed: int) -> Run:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.backbones.load import input_embeddings
@@ -31,6 +32,12 @@ class TrainedHead:
     module: Head
     vocab: DraftVocab
     facts: dict[str, Any]
+
+    def output_rows(self, lm_head: Tensor, depths: int) -> list[Tensor]:
+        """By depth, the rows ``[draft_vocab, H]`` that score its states: the head's own, or those of ``lm_head``."""
+        shared = self.vocab.rows(lm_head)
+        own = [self.module.output_rows(depth) for depth in range(depths)]
+        return [shared if rows is None else rows for rows in own]
 
 
 def save(directory: Path, head: Head, vocab: DraftVocab, backbone: str) -> None:

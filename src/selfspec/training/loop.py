@@ -19,7 +19,7 @@ from selfspec.backbones.load import DTYPES, input_embeddings, output_projection
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.config import TrainConfig
 from selfspec.errors import SelfspecError
-from selfspec.heads.shared import SharedHead
+from selfspec.heads.protocol import Head
 from selfspec.heads.vocab import DraftVocab
 from selfspec.losses import Objective, depth_weights
 from selfspec.training.chunked import Scorer, Tally, loss_and_gradient
@@ -130,7 +130,7 @@ class Trainer:
     def __init__(
         self,
         model: PreTrainedModel,
-        head: SharedHead,
+        head: Head,
         vocab: DraftVocab,
         objective: Objective,
         config: TrainConfig,
