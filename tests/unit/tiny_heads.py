@@ -8,7 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.backbones.decoder import Decoder
+from selfspec.backbones.rotary import RotaryTable
 from selfspec.decoding.drafter import Drafter, drafter_for
+from selfspec.heads.alignment import pack
 from selfspec.heads.build import construct
 from selfspec.heads.checkpoint import TrainedHead
 from selfspec.heads.vocab import DraftVocab
@@ -68,6 +70,15 @@ def trained(model: PreTrainedModel, head: Any, ids: torch.Tensor | None = None) 
 def drafter(decoder: Decoder, model: PreTrainedModel, ids: torch.Tensor | None = None, **options: Any) -> Drafter:
     """A drafter with a random head; ``options`` as in `random_head`."""
     return drafter_for(decoder, trained(model, random_head(model, ids=ids, **options), ids))
+
+
+def forced(model: PreTrainedModel, head: Any, text: torch.Tensor, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The backbone's states ``[T, H]`` of ``text`` and training's ``[K, T - 2, H]``, by depth and anchor."""
+    hidden = model.model(text[None]).last_hidden_state[0]
+    packed = pack([text], [1], depths)  # a prompt of one token: every anchor is active
+    assert packed.anchors.tolist() == list(range(len(text) - 2))
+    states = head(packed, hidden, model.get_input_embeddings().weight, RotaryTable(model, 128, torch.float32))
+    return hidden, torch.stack(states)
 
 
 def prompt(length: int, vocab_size: int = 280, seed: int = 0) -> list[int]:
