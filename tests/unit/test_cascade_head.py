@@ -1,9 +1,12 @@
 """The cascade's training pass against a plain definition, and its encoder layer against torch's."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_layers import MtpLayer
 
 from selfspec.backbones.rotary import RotaryTable, rotate
 from selfspec.heads.alignment import pack
@@ -99,6 +102,32 @@ def test_training_forward_equals_the_plain_definition(model, options, depths):
             torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-3)
             checked += 1
     assert checked == int(packed.mask.sum()) > 10 * depths
+
+
+def test_each_depth_is_the_layer_that_transformers_runs_under_use_mtp(model):
+    """Same names, same concatenation, same state handed on: an export is a renaming."""
+    head = tiny_heads.random_head(model, DEPTHS, kind="cascade")
+    text = torch.tensor(tiny_heads.prompt(12))
+    state, expected = tiny_heads.forced(model, head, text, DEPTHS)
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    for depth, layer in enumerate(head.layers, start=1):
+        stock = MtpLayer(config, type(model.model.layers[0]), type(model.model.norm), layer_idx=0)
+        stock.load_state_dict(layer.state_dict())
+        embedded = model.get_input_embeddings()(text[depth:])[None]
+        positions = torch.arange(depth, len(text))[None]
+        length = len(text) - depth
+        mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+        state = stock(
+            embedded,
+            state[None, :length],
+            position_embeddings=model.model.rotary_emb(embedded, positions),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=None,
+        )[0]
+        reached = min(length, expected.shape[1])
+        torch.testing.assert_close(expected[depth - 1, :reached], state[:reached], atol=1e-4, rtol=1e-3)
 
 
 def test_the_encoder_layer_is_torch_s():

@@ -98,19 +98,19 @@ class CascadeDrafter:
         attended = self._attend(q, *keys.write(depth - 1, k, v, slots), slots, depth - 1)
         return layer.post_norm(layer.block.finish(x, attended))
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, slots: Slots, hidden: int) -> Tensor:
-        """Attention that leaves the first ``hidden`` slots out; what those themselves get is never read."""
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, slots: Slots, skipped: int) -> Tensor:
+        """Attention that leaves the first ``skipped`` slots out; what those themselves get is never read."""
         rows, time, heads, head_dim = q.shape
-        if slots.end <= hidden:
+        if slots.end <= skipped:
             return q.new_zeros(rows, time, heads * head_dim)
         if slots.causal:
-            keys, values = keys[:, :, hidden:], values[:, :, hidden:]
-            seen = attend(q[:, hidden:], keys, values, None, causal=True, scale=self.scale)
-            return F.pad(seen, (0, 0, hidden, 0))
+            keys, values = keys[:, :, skipped:], values[:, :, skipped:]
+            seen = attend(q[:, skipped:], keys, values, None, causal=True, scale=self.scale)
+            return F.pad(seen, (0, 0, skipped, 0))
         if slots.mask is None:
-            keys, values = keys[:, :, hidden:], values[:, :, hidden:]
+            keys, values = keys[:, :, skipped:], values[:, :, skipped:]
         else:
-            slots.mask[..., :hidden] = torch.finfo(q.dtype).min
+            slots.mask[..., :skipped] = torch.finfo(q.dtype).min
         return attend(q, keys, values, slots.mask, causal=False, scale=self.scale)
 
     @torch.inference_mode()
