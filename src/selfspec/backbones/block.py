@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from selfspec.backbones.linear import Linear
 from selfspec.backbones.load import BackboneError
 from selfspec.backbones.rotary import rotate
 
@@ -118,15 +118,11 @@ class FusedBlock:
         def cast_optional(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else cast(tensor)
 
-        self.qkv_weight = cast(torch.cat([p.weight for p in projections]))
-        self.qkv_bias = cast_optional(_bias(projections))
-        self.o_weight, self.o_bias = cast(attention.o_proj.weight), cast_optional(attention.o_proj.bias)
-        gate_up = [mlp.gate_proj, mlp.up_proj]
-        self.gate_up_weight, self.gate_up_bias = (
-            cast(torch.cat([p.weight for p in gate_up])),
-            cast_optional(_bias(gate_up)),
-        )
-        self.down_weight, self.down_bias = cast(mlp.down_proj.weight), cast_optional(mlp.down_proj.bias)
+        def merged(linears: list[Any]) -> Linear:
+            return Linear(cast(torch.cat([p.weight for p in linears])), cast_optional(_bias(linears)))
+
+        self.qkv_proj, self.gate_up = merged(projections), merged([mlp.gate_proj, mlp.up_proj])
+        self.o_proj, self.down_proj = merged([attention.o_proj]), merged([mlp.down_proj])
         self.activation = mlp.act_fn
         self.input_norm, self.post_norm = (
             cast(layer.input_layernorm.weight),
@@ -138,8 +134,7 @@ class FusedBlock:
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = rms_norm(x, self.input_norm, self.eps)
-        merged = F.linear(normed, self.qkv_weight, self.qkv_bias)
-        heads = merged.unflatten(-1, (-1, self.head_dim))
+        heads = self.qkv_proj(normed).unflatten(-1, (-1, self.head_dim))
         queries, keys, _ = self.heads
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(heads[..., :queries, :], self.q_norm, self.eps)
@@ -150,7 +145,11 @@ class FusedBlock:
         return rotated[..., :queries, :], rotated[..., queries:, :], heads[..., queries + keys :, :]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + F.linear(attended, self.o_weight, self.o_bias)
+        x = x + self.o_proj(attended)
         normed = rms_norm(x, self.post_norm, self.eps)
-        gate, up = F.linear(normed, self.gate_up_weight, self.gate_up_bias).chunk(2, dim=-1)
-        return x + F.linear(self.activation(gate) * up, self.down_weight, self.down_bias)
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        return x + self.down_proj(self.activation(gate) * up)
+
+    def nbytes(self) -> int:
+        """Bytes of the weights, as stored unpacked."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor | Linear))

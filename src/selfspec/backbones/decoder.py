@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.backbones.block import FusedBlock, check_supported, rms_norm
+from selfspec.backbones.linear import Linear
 from selfspec.backbones.load import end_tokens, input_embeddings, output_projection
 from selfspec.backbones.rotary import RotaryTable
 
@@ -193,6 +194,7 @@ class Decoder:
         self.blocks = [FusedBlock(layer, self.head_dim, self.dtype) for layer in inner.layers]
         self.embedding: Tensor = weight.detach()
         self.lm_head: Tensor = output_projection(model).detach()
+        self._score = Linear(self.lm_head)
         self.norm: Tensor = inner.norm.weight.detach()
         self.eps: float = inner.norm.variance_epsilon
         self.end_tokens = end_tokens(model)
@@ -221,7 +223,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, ``[..., vocabulary]``."""
-        return F.linear(hidden, self.lm_head)
+        return self._score(hidden)
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], limit: int) -> tuple[RaggedCache, list[Tensor]]:
