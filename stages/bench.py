@@ -36,12 +36,12 @@ def main(cfg: Config) -> None:
 
     modes = {"greedy": 0.0, f"t{cfg.bench.temperature}": cfg.bench.temperature}
     runs = interleave(runners, prompts, modes, cfg.seed)
-    parted = divergence.check(decoder, runs, prompts, cfg.backbone.dtype, cfg.bench.logit_gap_tolerance)
+    parted = divergence.check(decoder, runs, prompts, load.arithmetic_name(cfg.backbone), cfg.bench.logit_gap_tolerance)
     rows = pd.DataFrame(table.rows(runs, cfg.bench.bootstrap_samples, cfg.seed))
     rows.to_csv("reports/bench.csv", index=False, float_format="%.10g")
     facts = {
         "machine": machine.describe(),
-        "dtype": cfg.backbone.dtype,
+        "dtype": load.arithmetic_name(cfg.backbone),
         "divergence": vars(parted),
         "peak_memory_mib": machine.peak_memory_mib(),
         "head_mib": drafter.nbytes() / machine.MIB,

@@ -110,7 +110,7 @@ def _generate(options: argparse.Namespace) -> None:
         print(f"plain decoding in the same engine: {plain.tokens / plain.seconds:.1f} tok/s; speedup {ratio:.2f} x")
         if not options.temperature:
             found = divergence.find(decoder, prompt, result.completions[0], plain.completions[0])
-            print(_comparison(found, tokenizer, config.backbone.dtype))
+            print(_comparison(found, tokenizer, load.arithmetic_name(config.backbone)))
 
 
 def _token_ids(tokenizer: Any, options: argparse.Namespace) -> list[int]:

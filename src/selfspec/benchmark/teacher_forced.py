@@ -73,9 +73,9 @@ def _one(decoder: Decoder, head: TrainedHead, completion: Completion, depths: in
     depth_index = torch.arange(depths, device=decoder.device)[:, None]
     for chunk in torch.arange(len(packed.teachers), device=decoder.device).split(_CHUNK):
         mask, rows = packed.mask[:, chunk], packed.rows[:, chunk]
-        full = decoder.logits(hidden[packed.teachers[chunk]])
-        p = torch.softmax(full.float(), dim=-1)[:, head.vocab.ids]
-        logits = torch.stack(list(map(F.linear, states[depth_index, rows], draft_rows)))
+        full = decoder.logits(hidden[packed.teachers[chunk]]).float()
+        p = torch.softmax(full, dim=-1)[:, head.vocab.ids]
+        logits = torch.stack(list(map(F.linear, states[depth_index, rows], draft_rows))).float()
         hits.append((head.vocab.ids[logits.argmax(-1)] == full.argmax(-1)) & mask)
         overlap += (acceptance(logits, p) * mask).sum(1).cpu()
     hit = torch.cat(hits, dim=1)

@@ -37,17 +37,22 @@ def leading(hits: Tensor) -> Tensor:
     return hits.long().cumprod(dim=1).sum(dim=1)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """Argmax over the last axis. Torch's argmax of bfloat16 takes four times as long on a CPU as that of float32."""
+    return logits.float().argmax(-1)
+
+
 class Greedy:
     """Accept a draft when it is the backbone's argmax: the output is the backbone's own greedy text."""
 
     def first(self, logits: Tensor) -> Tensor:
-        return logits.argmax(-1)
+        return likeliest(logits)
 
     def propose(self, logits: Tensor, vocab: DraftVocab) -> Tensor:
-        return vocab.ids[logits.argmax(-1)]
+        return vocab.ids[likeliest(logits)]
 
     def verify(self, logits: Tensor, drafts: Tensor, vocab: DraftVocab | None) -> Verdict:
-        best = logits.argmax(-1)
+        best = likeliest(logits)
         accepted = leading(best[:, :-1] == drafts)
         return Verdict(accepted, best.gather(1, accepted[:, None])[:, 0])
 

@@ -68,7 +68,7 @@ def write(directory: Path, split: str, parts: Iterable[States], tokens: int, wid
     offset = 0
     for part in parts:
         end = offset + len(part.lse)
-        hidden[offset:end] = to_numpy(part.hidden)
+        hidden[offset:end] = to_numpy(part.hidden.to(dtype))
         lse[offset:end] = part.lse.numpy()
         offset = end
     if offset != tokens:

@@ -53,10 +53,10 @@ class _Rows:
 
 
 def pick(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Next tokens ``[rows]`` from ``logits [rows, vocabulary]``: argmax at temperature 0, else a sample."""
+    """Next tokens ``[rows]`` from float32 ``logits [rows, vocabulary]``: argmax at temperature 0, else a sample."""
     if temperature == 0:
         return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    probabilities = torch.softmax(logits / temperature, dim=-1)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
@@ -187,10 +187,10 @@ class _Worker:
         """One token for every busy row; free rows compute along and are ignored."""
         rows, decoder = self.rows, self.decoder
         hidden = decoder.forward(rows.last[:, None], rows.cache)[:, 0]
-        logits = decoder.logits(hidden)
+        logits = decoder.logits(hidden).float()
         every, position = torch.arange(len(rows.prompts)), torch.tensor(rows.cache.lengths)
         rows.hidden[every, position] = hidden
-        rows.lse[every, position] = logits.float().logsumexp(-1)
+        rows.lse[every, position] = logits.logsumexp(-1)
         busy = [prompt is not None for prompt in rows.prompts]
         rows.cache.advance([int(is_busy) for is_busy in busy])
         rows.last = pick(logits, self.temperature, self.generator)
@@ -208,8 +208,8 @@ class _Worker:
         lengths = [len(prompt.prompt_ids) for prompt in admitted]
         cache, hidden = decoder.prefill([prompt.prompt_ids for prompt in admitted], max(lengths))
         rows.cache.copy_rows(cache, chosen)
-        logits = decoder.logits(torch.stack([state[-1] for state in hidden]))
-        lse = logits.float().logsumexp(-1)
+        logits = decoder.logits(torch.stack([state[-1] for state in hidden])).float()
+        lse = logits.logsumexp(-1)
         first = pick(logits, self.temperature, self.generator)
         rows.last[torch.tensor(chosen, device=first.device)] = first
         for number, (row, prompt, token) in enumerate(zip(chosen, admitted, first.tolist(), strict=True)):

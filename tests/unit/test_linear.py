@@ -1,0 +1,71 @@
+"""Frozen linear layers equal ``F.linear``; arithmetic where the CPU lacks a dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from selfspec.backbones import linear, load
+from selfspec.backbones.linear import Linear
+from selfspec.config import BackboneConfig
+from selfspec.distill import states
+from tests.unit import tiny
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 24), (5, 24), (2, 3, 24), (130, 24)])
+class TestLinear:
+    def test_in_float32_it_is_the_product(self, shape, bias):
+        x, weight, offset = torch.randn(shape), torch.randn(40, 24), torch.randn(40) if bias else None
+        expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        assert torch.allclose(Linear(weight, offset)(x).double(), expected, atol=2e-5, rtol=0)
+
+    def test_in_bfloat16_it_is_the_product_rounded_once(self, shape, bias):
+        x, weight = torch.randn(shape).bfloat16(), torch.randn(40, 24).bfloat16()
+        offset = torch.randn(40).bfloat16() if bias else None
+        exact = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
+        found = Linear(weight, offset)(x)
+        assert found.dtype == torch.bfloat16
+        # One unit in the last of 8 bits, of the sum's own size or of the largest summand's where they cancel.
+        assert torch.allclose(found.float(), exact, rtol=2**-7, atol=0.03)
+
+
+def test_the_unpacked_path_agrees_with_the_packed_one(monkeypatch):
+    x, weight = torch.randn(7, 24), torch.randn(40, 24)
+    packed = Linear(weight)(x)
+    monkeypatch.setattr(linear, "_can_pack", lambda weight: False)
+    assert torch.allclose(Linear(weight)(x), packed, atol=1e-5)
+
+
+def test_it_is_outside_autograd_and_counts_its_bytes():
+    weight = torch.randn(40, 24, requires_grad=True)
+    layer, x = Linear(weight), torch.randn(3, 24)
+    assert not layer(x).requires_grad
+    assert layer.nbytes == 40 * 24 * 4
+
+
+class TestArithmetic:
+    @pytest.fixture(params=[True, False])
+    def native(self, request, monkeypatch):
+        monkeypatch.setitem(load._NATIVE, torch.bfloat16, lambda: request.param)
+        return request.param
+
+    def test_a_dtype_without_instructions_is_computed_in_float32(self, native):
+        assert load.arithmetic(torch.bfloat16) == (torch.bfloat16 if native else torch.float32)
+        assert load.arithmetic(torch.float32) == torch.float32
+
+    def test_the_weights_keep_their_rounded_values(self, native, tmp_path):
+        spec = BackboneConfig(
+            name="tiny", uri=f"file:{tiny.save(tmp_path)}", license="MIT", dtype="bfloat16", member=None, sha256=None
+        )
+        model = load.load_model(spec)
+        expected = dict(tiny.llama().named_parameters())
+        for name, weight in model.named_parameters():
+            assert weight.dtype == load.arithmetic(torch.bfloat16)
+            assert torch.equal(weight.float(), expected[name].bfloat16().float()), name
+        assert load.arithmetic_name(spec) == ("bfloat16" if native else "float32 (bfloat16 weights)")
+
+    def test_states_are_stored_in_the_dtype_of_the_weights(self, tmp_path):
+        hidden = torch.randn(6, 8)
+        states.write(tmp_path, "train", [states.States(hidden, torch.zeros(6))], 6, 8, torch.bfloat16)
+        stored = states.StoredStates.open(tmp_path, "train", torch.bfloat16).rows(0, 6).hidden
+        assert torch.equal(stored, hidden.bfloat16())
