@@ -150,6 +150,8 @@ class ShardConfig(_Section):
         names = [source.name for source in self.sources]
         if repeated := _repeated(names):
             raise rule("sources", repeated, "names that differ", "rename one of the two")
+        if "all" in names:
+            raise rule("sources", "a source named all", "any other name: in tables all is every source", "rename it")
         if not any(source.weight for source in self.sources):
             raise rule("sources", names, "a weight above 0 in at least one", "add a source with split: hash or train")
         return self
@@ -301,6 +303,17 @@ class Config(_Section):
     accept: AcceptConfig
     bench: BenchConfig
     report: ReportConfig
+
+    @model_validator(mode="after")
+    def _drafts_have_a_head(self) -> Config:
+        """Heads with weights per depth draft no deeper than they have depths; a shared head recurses on."""
+        if self.head.type != "shared":
+            deepest = {"accept.num_drafts": self.accept.num_drafts, "bench.num_drafts": max(self.bench.num_drafts)}
+            for name, count in deepest.items():
+                if count > self.head.depths:
+                    allowed = f"at most head.depths, {self.head.depths}, with head.type: {self.head.type}"
+                    raise rule(name, count, allowed, "lower it or raise head.depths")
+        return self
 
 
 def parse(raw: object) -> Config:

@@ -113,7 +113,7 @@ class TestFirstRun:
         value = {
             (row["domain"], row["mode"], row["metric"], int(row["depth"])): float(row["value"])
             for row in rows
-            if row["value"]
+            if row["value"] and row["source"] == "all"
         }
         assert {mode for _, mode, _, _ in value} == {"teacher_forced", "greedy", "t0.5"}
         for mode in ("greedy", "t0.5"):

@@ -169,6 +169,21 @@ def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, valu
             "shard.sources: got ['letters']; allowed: names that differ; rename one of the two",
         ),
         (
+            _with(shard__sources__0__name="all"),
+            "shard.sources: got 'a source named all'; allowed: any other name: in tables all is every source; "
+            "rename it",
+        ),
+        (
+            _with(head__type="cascade", head__depths=2, accept__num_drafts=3, bench__num_drafts=[2]),
+            "accept.num_drafts: got 3; allowed: at most head.depths, 2, with head.type: cascade; "
+            "lower it or raise head.depths",
+        ),
+        (
+            _with(head__type="parallel", head__depths=3, accept__num_drafts=3, bench__num_drafts=[1, 4]),
+            "bench.num_drafts: got 4; allowed: at most head.depths, 3, with head.type: parallel; "
+            "lower it or raise head.depths",
+        ),
+        (
             _with(shard__sources__0__split="heldout", shard__sources__0__weight=0),
             "shard.sources: got ['letters']; allowed: a weight above 0 in at least one; "
             "add a source with split: hash or train",
