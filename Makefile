@@ -11,6 +11,7 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
 READY := $(VENV)/.ready
 ENGINE_PYTHON ?= python
+PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # Stages run `python`, and dvc starts them through a shell: the environment's own has to come first.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -47,11 +48,11 @@ repro: $(READY)  ## rebuild whatever is out of date, from text to report
 
 .PHONY: test
 test: $(READY)  ## unit tests, then the whole pipeline on a tiny model (a few minutes on two cores)
-	python -m pytest tests/unit tests/pipeline $(ARGS)
+	python -m pytest $(PARALLEL) tests/pipeline tests/unit $(ARGS)
 
 .PHONY: test-unit
 test-unit: $(READY)  ## unit tests only
-	python -m pytest tests/unit $(ARGS)
+	python -m pytest $(PARALLEL) tests/unit $(ARGS)
 
 .PHONY: test-engines
 test-engines: $(READY)  ## tests against real serving engines, under ENGINE_PYTHON; skipped where vLLM is not installed
