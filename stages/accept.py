@@ -33,7 +33,7 @@ def main(cfg: Config) -> None:
 
     model = load.load_model(cfg.backbone)
     decoder = Decoder(model)
-    head = checkpoint.load(HEAD, model)
+    head = checkpoint.load(HEAD, model, load.DTYPES[cfg.backbone.dtype])
     samples, seed = cfg.accept.bootstrap_samples, cfg.seed
     temperatures = {"greedy": 0.0} | {f"t{temperature}": temperature for temperature in cfg.accept.temperatures}
     modes = {

@@ -21,7 +21,7 @@ def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.bench.threads)
     model = load.load_model(cfg.backbone)
     decoder = Decoder(model)
-    head = checkpoint.load(Path("models/head"), model)
+    head = checkpoint.load(Path("models/head"), model, load.DTYPES[cfg.backbone.dtype])
     drafter = drafter_for(decoder, head)
     groups = records.by_domain(records.read(Path("data/distill/heldout")), cfg.bench.prompts)
     prompts = {domain: [c.prompt_ids for c in groups[domain]] for domain in cfg.bench.domains if domain in groups}

@@ -84,7 +84,7 @@ def _generate(options: argparse.Namespace) -> None:
     tokenizer: Any = load.load_tokenizer(config.backbone)
     model = load.load_model(config.backbone)
     decoder = Decoder(model)
-    drafter = drafter_for(decoder, checkpoint.load(options.head, model))
+    drafter = drafter_for(decoder, checkpoint.load(options.head, model, load.DTYPES[config.backbone.dtype]))
     prompt = _token_ids(tokenizer, options)
 
     def run(num_drafts: int, max_new_tokens: int, on_tokens: OnTokens | None = None) -> Generation:

@@ -29,18 +29,56 @@ class TestLinear:
         assert torch.allclose(found.float(), exact, rtol=2**-7, atol=0.03)
 
 
-def test_the_unpacked_path_agrees_with_the_packed_one(monkeypatch):
-    x, weight = torch.randn(7, 24), torch.randn(40, 24)
-    packed = Linear(weight)(x)
-    monkeypatch.setattr(linear, "_can_pack", lambda weight: False)
-    assert torch.allclose(Linear(weight)(x), packed, atol=1e-5)
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("values", ["bfloat16", "float16", "float32", "tiny", "huge"])
+@pytest.mark.parametrize("out", [40, 10_000])  # a wide output changes kernels at many rows
+def test_float32_products_are_exact_whatever_the_weights_were_stored_in(values, rows, out):
+    weight = torch.randn(out, 24)
+    if values in ("bfloat16", "float16"):
+        weight = weight.to(getattr(torch, values)).float()
+    weight *= {"tiny": 2.0**-30, "huge": 2.0**30}.get(values, 1.0)
+    x = torch.randn(2 * rows, 24)[::2]  # not contiguous
+    expected = x.double() @ weight.double().T
+    found = Linear(weight)(x)
+    assert found.dtype == torch.float32
+    assert ((found.double() - expected).abs().max() / weight.abs().max()) < 2e-5
+
+
+class TestSixteenBits:
+    """Weights are kept in 16 bits only where that rounds nothing that a float32 sum would show."""
+
+    @pytest.fixture(autouse=True)
+    def _fbgemm(self):
+        if linear._fbgemm(torch.ones(8, 8), None) is None:
+            pytest.skip("this build of torch has no FBGEMM")
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_those_of_a_16_bit_checkpoint_are(self, dtype):
+        assert linear._fbgemm((torch.randn(64, 64) * 0.05).to(dtype).float(), None) is not None
+
+    @pytest.mark.parametrize("scale", [1.0, 2.0**30, 2.0**-30])
+    def test_others_are_not(self, scale):
+        assert linear._fbgemm(torch.randn(64, 64) * scale, None) is None
+        if scale != 1:  # of 16 bits, but out of float16's range
+            assert linear._fbgemm(torch.randn(64, 64).bfloat16().float() * scale, None) is None
+
+
+def test_every_form_agrees_with_the_plain_one(monkeypatch):
+    x, weight, bias = torch.randn(7, 24), torch.randn(40, 24).bfloat16().float(), torch.randn(40)
+    found = [Linear(weight, bias)(x)]
+    monkeypatch.setattr(linear, "_fbgemm", lambda *_: None)
+    found.append(Linear(weight, bias)(x))
+    monkeypatch.setattr(linear, "_onednn", lambda *_: None)
+    plain = Linear(weight, bias)(x)
+    assert torch.equal(plain, F.linear(x, weight, bias))
+    for packed in found:
+        assert torch.allclose(packed, plain, atol=1e-5)
 
 
 def test_it_is_outside_autograd_and_counts_its_bytes():
-    weight = torch.randn(40, 24, requires_grad=True)
-    layer, x = Linear(weight), torch.randn(3, 24)
-    assert not layer(x).requires_grad
-    assert layer.nbytes == 40 * 24 * 4
+    layer = Linear(torch.randn(40, 24, requires_grad=True), torch.randn(40, requires_grad=True))
+    assert not layer(torch.randn(3, 24)).requires_grad
+    assert layer.nbytes == (40 * 24 + 40) * 4
 
 
 class TestArithmetic:

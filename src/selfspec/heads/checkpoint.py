@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.backbones.load import input_embeddings
+from selfspec.backbones.load import arithmetic, input_embeddings
 from selfspec.errors import SelfspecError
 from selfspec.heads.build import KINDS, construct
 from selfspec.heads.protocol import Head
@@ -66,7 +66,9 @@ def check(directory: Path) -> None:
 
 
 def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> TrainedHead:
-    """Read a head for ``model`` in ``dtype`` (default: the backbone's).
+    """Read a head for ``model`` with weights of ``dtype`` (default: as the model computes).
+
+    As with a backbone, the tensors' own dtype is the one to compute in (``backbones.load.arithmetic``).
 
     Raises:
         HeadError: no head there, sizes that do not fit the backbone, or files that contradict each other.
@@ -91,7 +93,8 @@ def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = No
         raise HeadError(
             f"{directory}: head.safetensors does not hold what head.json says ({detail}); train it again"
         ) from None
-    return TrainedHead(head.to(device=weight.device, dtype=dtype or weight.dtype), vocab, facts)
+    dtype = dtype or weight.dtype
+    return TrainedHead(head.to(device=weight.device, dtype=dtype).to(arithmetic(dtype)), vocab, facts)
 
 
 def _built(directory: Path, facts: dict[str, Any], model: PreTrainedModel, vocab: DraftVocab) -> Head:
