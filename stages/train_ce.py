@@ -8,7 +8,7 @@ import torch
 from selfspec.backbones import load
 from selfspec.config import Config
 from selfspec.heads import build, checkpoint, vocab
-from selfspec.losses import objective
+from selfspec.losses import Objective
 from selfspec.training.loop import Trainer
 from selfspec.training.setup import datasets
 from stages._run import run
@@ -33,7 +33,7 @@ def main(cfg: Config) -> None:
 
     head = build.build(cfg.head, model, draft_vocab)
     trainer = Trainer(
-        model, head, draft_vocab, objective("ce"), cfg.train_ce, cfg.head.depth_decay, train, validation, cfg.seed
+        model, head, draft_vocab, Objective("ce"), cfg.train_ce, cfg.head.depth_decay, train, validation, cfg.seed
     )
     trainer.run().write(Path("reports/train_ce.csv"))
     checkpoint.save(Path("models/head_ce"), head, draft_vocab, cfg.backbone.name)

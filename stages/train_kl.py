@@ -7,7 +7,7 @@ import torch
 from selfspec.backbones import load
 from selfspec.config import Config
 from selfspec.heads import checkpoint
-from selfspec.losses import objective
+from selfspec.losses import Objective
 from selfspec.training.loop import Trainer
 from selfspec.training.setup import datasets
 from stages._run import run
@@ -18,7 +18,7 @@ def main(cfg: Config) -> None:
     model = load.load_model(cfg.backbone)
     trained = checkpoint.load(Path("models/head_ce"), model, torch.float32)
     train, validation = datasets(cfg.backbone, trained.module.depths)
-    loss = objective(cfg.loss.name, cfg.loss.eta, cfg.loss.temperature, cfg.loss.ce_weight)
+    loss = Objective(**cfg.loss.model_dump())
     trainer = Trainer(
         model,
         trained.module,

@@ -255,10 +255,11 @@ class TrainConfig(_Section):
 
 
 class LossConfig(_Section):
-    name: Literal["kl", "lk_hybrid"]
+    name: Literal["kl", "reverse_kl", "js", "tv", "lk_hybrid", "lk_nll", "chain"]
     eta: NaturalFloat
     temperature: PositiveFloat
     ce_weight: NaturalFloat
+    lambda_scope: Literal["position", "batch"] = "position"
 
 
 class AcceptConfig(_Section):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from selfspec.backbones.load import DTYPES, input_embeddings, output_projection
+from selfspec.backbones.load import DTYPES, arithmetic, input_embeddings, output_projection
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.config import TrainConfig
 from selfspec.errors import SelfspecError
@@ -24,6 +24,7 @@ from selfspec.heads.vocab import DraftVocab
 from selfspec.losses import Objective, depth_weights
 from selfspec.training.chunked import Scorer, Tally, loss_and_gradient
 from selfspec.training.data import Batch, Dataset
+from selfspec.training.setup import build_optimizers
 
 _LOG_EVERY = 20  # steps averaged into one row of the training curve
 
@@ -55,9 +56,14 @@ class MasterWeights:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.names = [name for name, _ in module.named_parameters()]
         self.masters = [parameter.detach().float().clone() for parameter in module.parameters()]
         module.to(dtype)
         self.working = list(module.parameters())
+
+    def named(self) -> dict[str, Tensor]:
+        """The masters by the names of the parameters they stand for."""
+        return dict(zip(self.names, self.masters, strict=True))
 
     def take_gradients(self) -> Tensor:
         """Move gradients to the masters; return their global norm."""
@@ -71,23 +77,6 @@ class MasterWeights:
     def give_weights(self) -> None:
         for master, working in zip(self.masters, self.working, strict=True):
             working.copy_(master)
-
-
-def build_optimizers(masters: list[Tensor], config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """``adamw`` for all weights, or ``muon`` for the matrices and AdamW for the rest.
-
-    Muon (Jordan et al. 2024; scaled to AdamW's update size as in Liu et al. 2025, arXiv 2502.16982)
-    orthogonalises each matrix's momentum. At equal data it brought depth-1 match from 0.23 to 0.28 here.
-    """
-    matrices = [master for master in masters if master.ndim == 2] if config.optimizer == "muon" else []
-    others = [master for master in masters if not any(master is matrix for matrix in matrices)]
-    rate, decay = config.learning_rate, config.weight_decay
-    optimizers: list[torch.optim.Optimizer] = []
-    if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-    if others:
-        optimizers.append(torch.optim.AdamW(others, lr=rate, weight_decay=decay, betas=(0.9, 0.95), fused=True))
-    return optimizers
 
 
 @dataclass
@@ -139,7 +128,7 @@ class Trainer:
         validation: Dataset,
         seed: int,
     ) -> None:
-        self.dtype = DTYPES[config.dtype]
+        self.dtype = arithmetic(DTYPES[config.dtype])
         self.head, self.objective, self.config, self.seed = head, objective, config, seed
         self.train, self.validation = train, validation
         self.embedding = input_embeddings(model).detach().to(self.dtype)
@@ -162,7 +151,7 @@ class Trainer:
         per_epoch = self.train.batches_per_epoch(config.batch_sequences)
         steps = max(1, round(config.epochs * per_epoch))
         factor = schedule(config, steps)
-        optimizers = build_optimizers(self.masters.masters, config)
+        optimizers = build_optimizers(self.masters.named(), config)
         batches = self.train.epochs(config.batch_sequences, self.seed)
         validate_every = max(1, round(config.eval_every * per_epoch))
         recent, norms = Tally.zeros(self.head.depths), 0.0
@@ -173,18 +162,13 @@ class Trainer:
                 for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     group["lr"] = rate
                 parts = self.train.parts(next(batches), self.threads)
-                tally = self._step(parts)
-                norm = float(self.masters.take_gradients())
-                if not math.isfinite(norm) or not bool(tally.loss.isfinite().all()):
+                tally, norm = self.step(parts, optimizers)
+                if not math.isfinite(norm):
                     records = ", ".join(name for part in parts for name in part.ids)
                     raise TrainingError(
                         f"loss or gradient is not finite at step {step} (learning_rate {rate:.3g}); "
                         f"lower learning_rate or look at these records: {records}"
                     )
-                torch.nn.utils.clip_grads_with_norm_(self.masters.masters, config.grad_clip, torch.tensor(norm))
-                for optimizer in optimizers:
-                    optimizer.step()
-                self.masters.give_weights()
                 recent.add(tally)
                 norms += norm
                 anchors += sum(len(part.packed.anchors) for part in parts)
@@ -201,46 +185,90 @@ class Trainer:
         self._restore_float32()
         return self.curve
 
-    def _step(self, parts: list[Batch]) -> Tally:
+    def step(self, parts: list[Batch], optimizers: list[torch.optim.Optimizer]) -> tuple[Tally, float]:
+        """One update from one batch, given in parts (``Dataset.parts``).
+
+        Returns:
+            The batch's losses and the gradient's norm before clipping; NaN, and no update, where either is not finite.
+        """
+        tally = self._gradients(parts)
+        norm = float(self.masters.take_gradients())
+        if not math.isfinite(norm) or not bool(tally.loss.isfinite().all()):
+            return tally, math.nan
+        torch.nn.utils.clip_grads_with_norm_(self.masters.masters, self.config.grad_clip, torch.tensor(norm))
+        for optimizer in optimizers:
+            optimizer.step()
+        self.masters.give_weights()
+        return tally, norm
+
+    def _gradients(self, parts: list[Batch]) -> Tally:
         """Gradients of one batch, its parts on one thread each: no kernel waits for another core.
 
         Two summands give the same sum in either order, so up to two threads are deterministic.
         """
         counts = torch.stack([part.packed.mask.sum(1) for part in parts]).sum(0)
+        states = self._on_threads(self._states, parts)
+        mean_alpha = self._mean_alpha(states, parts, counts)
+
+        def work(part_states: list[Tensor], part: Batch) -> Tally:
+            return self._loss(part_states, part, counts=counts, mean_alpha=mean_alpha)
+
         total = Tally.zeros(self.head.depths)
-        if len(parts) == 1:
-            return self._loss(parts[0], backward=True, counts=counts)
-
-        def work(part: Batch) -> Tally:
-            torch.set_num_threads(1)  # of this thread
-            return self._loss(part, backward=True, counts=counts)
-
-        try:
-            for tally in self.pool.map(work, parts):
-                total.add(tally)
-        finally:
-            torch.set_num_threads(self.threads)
+        for tally in self._on_threads(work, states, parts):
+            total.add(tally)
         return total
 
-    def _loss(self, batch: Batch, *, backward: bool, measure: bool = False, counts: Tensor | None = None) -> Tally:
-        with torch.set_grad_enabled(backward):
-            states = self.head(batch.packed, batch.hidden.to(self.dtype), self.embedding, self.rotary)
+    def _on_threads(self, work: Callable[..., Any], *arguments: list[Any]) -> list[Any]:
+        """``work`` over the parts of a batch, each on one thread of its own."""
+        if len(arguments[0]) == 1:
+            return [work(*(each[0] for each in arguments))]
+
+        def alone(*own: Any) -> Any:
+            torch.set_num_threads(1)  # of this thread
+            return work(*own)
+
+        try:
+            return list(self.pool.map(alone, *arguments))
+        finally:
+            torch.set_num_threads(self.threads)
+
+    def _states(self, batch: Batch) -> list[Tensor]:
+        return self.head(batch.packed, batch.hidden.to(self.dtype), self.embedding, self.rotary)
+
+    def _mean_alpha(self, states: list[list[Tensor]], parts: list[Batch], counts: Tensor) -> Tensor | None:
+        """``[K]`` exact mean acceptance over all parts, by a pass of its own; None where the objective needs none."""
+        if not self.objective.needs_mean_alpha:
+            return None
+
+        def work(part_states: list[Tensor], part: Batch) -> Tally:
+            return self._loss(part_states, part, objective=Objective("tv"), backward=False)
+
+        rejected = sum(tally.loss for tally in self._on_threads(work, states, parts))
+        return 1 - rejected / counts.clamp(min=1)
+
+    def _loss(self, states: list[Tensor], batch: Batch, *, objective: Objective | None = None, **options: Any) -> Tally:
         return loss_and_gradient(
             states,
             batch,
             self.scorer,
-            self.objective,
+            objective or self.objective,
             self.weights,
             self.config.chunk_rows,
-            counts=counts,
-            backward=backward,
-            measure=measure,
+            output_rows=self.head.output_rows,
+            **options,
         )
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> Tally:
+        """Loss, match and alpha of a batch as a whole."""
+        states = self._states(batch)
+        mean_alpha = self._mean_alpha([states], [batch], batch.packed.mask.sum(1))
+        return self._loss(states, batch, mean_alpha=mean_alpha, backward=False, measure=True)
 
     def _validate(self, step: int, epoch: float, rate: float, progress: tqdm[Any]) -> None:
         total = Tally.zeros(self.head.depths)
         for batch in self.validation.once(self.config.batch_sequences):
-            total.add(self._loss(batch, backward=False, measure=True))
+            total.add(self.measure(batch))
         self.curve.add(step, epoch, "validation", total, rate, None)
         match = (total.match / total.count).tolist()
         progress.write(f"epoch {epoch:.2f}: validation match " + " / ".join(f"{m:.3f}" for m in match))
