@@ -3,14 +3,17 @@
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pandas as pd
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from selfspec.config import LossConfig
 from selfspec.reporting import card, summary, text
 from selfspec.reporting.measures import Estimate
+from selfspec.reporting.report import LOSS_NAMES
 from tests.unit.reporting_synthetic import write_inputs
 from tests.unit.test_reporting_figures import SMALL, make_report
 
@@ -215,3 +218,8 @@ def reload(folder: Path):
     from selfspec.reporting.report import load_report
 
     return load_report(InputPaths.under(folder / "reports"), load(folder / "params.yaml"))
+
+
+def test_every_loss_has_words_for_its_figure():
+    allowed = get_args(LossConfig.model_fields["name"].annotation)
+    assert set(LOSS_NAMES) == set(allowed)

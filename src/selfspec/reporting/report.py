@@ -12,7 +12,15 @@ from selfspec.reporting import frames, metrics
 from selfspec.reporting.inputs import InputPaths, Inputs, read
 from selfspec.reporting.measures import Measures
 
-LOSS_NAMES = {"kl": "forward KL", "lk_hybrid": "LK hybrid"}
+LOSS_NAMES = {
+    "kl": "forward KL",
+    "reverse_kl": "reverse KL",
+    "js": "Jensen-Shannon",
+    "tv": "total variation",
+    "lk_hybrid": "LK hybrid",
+    "lk_nll": "LK log-acceptance",
+    "chain": "chain acceptance",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Report:
     @property
     def loss_names(self) -> dict[str, str]:
         """What each training stage minimises, in words."""
-        return {"ce": "cross-entropy", "kl": LOSS_NAMES.get(self.config.loss.name, self.config.loss.name)}
+        return {"ce": "cross-entropy", "kl": LOSS_NAMES[self.config.loss.name]}
 
 
 def load_report(paths: InputPaths, config: Config) -> Report:

@@ -69,11 +69,12 @@ def training(report: Report) -> Table:
     """The hyper-parameters, as params.yaml has them."""
     config = report.config
     head, loss = config.head, config.loss
-    stage_two = (
-        f"{loss.name}, eta {loss.eta:g}"
-        if loss.name == "lk_hybrid"
-        else f"{loss.name}, temperature {loss.temperature:g}"
-    )
+    # Only what the loss reads.
+    settings = {
+        "lk_hybrid": f", eta {loss.eta:g}, lambda by {loss.lambda_scope}",
+        "kl": f", temperature {loss.temperature:g}",
+    }
+    stage_two = loss.name + settings.get(loss.name, "")
     rows = [
         ["head", f"{head.type}, depths {head.depths}, depth decay {head.depth_decay:g}"],
         ["stage 1", f"cross-entropy; {_schedule(config.train_ce)}"],
