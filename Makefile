@@ -77,6 +77,10 @@ deps: $(READY)  ## rewrite the code dependencies in dvc.yaml from what the stage
 readme: $(READY)  ## write the figures of README.md from reports/
 	python -m tools.readme_figures
 
+.PHONY: recipe
+recipe: $(READY)  ## write params.yaml from recipes/NAME.yaml and print what changed; without NAME, list the recipes
+	python -m tools.recipe $(NAME) $(if $(FORCE),--force)
+
 .PHONY: hooks
 hooks: $(READY)  ## run the linters before each commit
 	pre-commit install

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from tests.unit import tiny
+from tools.recipe import DEFAULT, build, merge, plain
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAY = Path(__file__).with_name("tiny_params.yaml")
@@ -80,25 +81,26 @@ def stages_skipped(output: str) -> list[str]:
     return re.findall(r"^Stage '(\w+)' didn't change, skipping", output, flags=re.MULTILINE)
 
 
-def make(folder: Path) -> Project:
-    """Clone the repository into ``folder``, take uncommitted files over, and give it a tiny run's parameters."""
+def make(folder: Path, recipe: str = DEFAULT) -> Project:
+    """Clone the repository into ``folder``, take uncommitted files over, and give it a tiny run's parameters.
+
+    Of ``recipe`` the sizes are shrunk and the backbone becomes a random one of its class; head and
+    loss stay.
+    """
     project = Project(folder / "project", folder / "home")
     (folder / "home").mkdir(parents=True)
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(project.root)], check=True)
     _take_working_tree_over(project.root)
     tiny.save(folder / "backbone")
-    params = merged(yaml.safe_load((ROOT / "params.yaml").read_text()), yaml.safe_load(OVERLAY.read_text()))
+    params = plain(build(recipe))
+    head = dict(params["head"])
+    merge(params, yaml.safe_load(OVERLAY.read_text()))
+    if recipe != DEFAULT:
+        params["head"] = head
     params["backbone"]["uri"] = f"file:{folder / 'backbone'}"
     params["shard"]["sources"] = [_source(folder, domain) for domain in _TEXTS]
     (project.root / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
     return project
-
-
-def merged(base: object, overlay: object) -> object:
-    """Mappings merge key by key; anything else is replaced."""
-    if not (isinstance(base, dict) and isinstance(overlay, dict)):
-        return overlay
-    return base | {key: merged(base.get(key), value) for key, value in overlay.items()}
 
 
 def _take_working_tree_over(target: Path) -> None:

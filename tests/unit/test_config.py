@@ -68,18 +68,6 @@ def test_the_default_run_is_valid():
     assert config.load(ROOT / "params.yaml").seed >= 0
 
 
-def test_every_recipe_is_valid():
-    """A recipe overlays the default run: sections merge, values and lists replace."""
-    for recipe in sorted((ROOT / "recipes").glob("*.yaml")):
-        config.parse(_merged(_valid(), yaml.safe_load(recipe.read_text())))
-
-
-def _merged(base, overlay):
-    if not (isinstance(base, dict) and isinstance(overlay, dict)):
-        return overlay
-    return base | {key: _merged(base.get(key), value) for key, value in overlay.items()}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "shown", "allowed"),
     [
