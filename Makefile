@@ -77,9 +77,12 @@ deps: $(READY)  ## rewrite the code dependencies in dvc.yaml from what the stage
 readme: $(READY)  ## write the figures of README.md from reports/
 	python -m tools.readme_figures
 
+# A variable's value if it was given to make itself: some shells export NAME.
+given = $(if $(filter command line,$(origin $(1))),$($(1)))
+
 .PHONY: recipe
 recipe: $(READY)  ## write params.yaml from recipes/NAME.yaml and print what changed; without NAME, list the recipes
-	python -m tools.recipe $(NAME) $(if $(FORCE),--force)
+	python -m tools.recipe $(call given,NAME) $(if $(call given,FORCE),--force)
 
 .PHONY: hooks
 hooks: $(READY)  ## run the linters before each commit

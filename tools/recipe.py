@@ -7,6 +7,7 @@ lists replace. The result is validated before anything is written, and what chan
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import subprocess
 import sys
@@ -80,10 +81,10 @@ def merge(base: Any, overlay: dict[str, Any]) -> None:
 
 
 def plain(node: Any) -> Any:
-    """Ruamel's containers as dicts and lists."""
-    if isinstance(node, dict):
-        return {str(key): plain(value) for key, value in node.items()}
-    return [plain(item) for item in node] if isinstance(node, list) else node
+    """What YAML without comments reads from ruamel's containers and scalars."""
+    stream = io.StringIO()
+    _yaml().dump(node, stream)
+    return yaml.safe_load(stream.getvalue())
 
 
 def differences(old: Any, new: Any) -> list[str]:
@@ -117,12 +118,15 @@ def write(name: str, *, force: bool = False) -> list[str]:
         RecipeError: params.yaml has edits that git does not hold (unless ``force``).
     """
     recipe = build(name)
-    old = yaml.safe_load(PARAMS.read_text()) if PARAMS.exists() else {}
+    try:
+        old = yaml.safe_load(PARAMS.read_text()) if PARAMS.exists() else {}
+    except yaml.YAMLError:
+        old = {}  # broken: everything is new, and git decides whether it may go
     changed = differences(old, plain(recipe))
     if not changed:
         return []
     if PARAMS.exists() and not force and _edited():
-        raise RecipeError(f"{PARAMS}: has edits that are not committed; commit or stash them, or add FORCE=1")
+        raise RecipeError(f"{PARAMS}: has edits that git does not hold; commit or stash them, or add FORCE=1")
     partial = PARAMS.with_suffix(".yaml.new")
     with partial.open("w") as stream:
         _yaml().dump(recipe, stream)
@@ -131,6 +135,7 @@ def write(name: str, *, force: bool = False) -> list[str]:
 
 
 def _edited() -> bool:
+    """Whether params.yaml differs from what git holds; so it does where there is no git."""
     done = subprocess.run(["git", "status", "--porcelain", "--", str(PARAMS)], capture_output=True, text=True)
     return done.returncode != 0 or bool(done.stdout.strip())
 

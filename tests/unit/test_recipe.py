@@ -53,10 +53,18 @@ def test_edits_that_git_does_not_hold_are_not_overwritten(repository):
     path = repository / "params.yaml"
     edited = path.read_text().replace("seed: 17", "seed: 18")
     path.write_text(edited)
-    with pytest.raises(recipe.RecipeError, match=r"not committed; commit or stash them, or add FORCE=1$"):
+    with pytest.raises(recipe.RecipeError, match=r"git does not hold; commit or stash them, or add FORCE=1$"):
         recipe.write("minicpm-1b-shared")
     assert path.read_text() == edited
     assert "seed: 18 -> 17" in recipe.write("minicpm-1b-shared", force=True)
+
+
+def test_a_broken_file_is_replaced_only_by_force(repository):
+    (repository / "params.yaml").write_text("a: [1")
+    with pytest.raises(recipe.RecipeError, match=r"^params\.yaml: has edits"):
+        recipe.write("minicpm-1b-shared")
+    recipe.write("minicpm-1b-shared", force=True)
+    assert yaml.safe_load((repository / "params.yaml").read_text())["head"]["norms"] == "joint"
 
 
 def test_an_unknown_recipe_names_those_there_are(repository):
