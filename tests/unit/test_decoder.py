@@ -2,57 +2,40 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, Qwen3Config
+import transformers
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
 
+from selfspec.backbones.block import check_supported, norm_function
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.load import BackboneError
-from tests.unit import tiny
+from selfspec.backbones.rotary import RotaryTable
+from tests.unit import tiny, tiny_heads
+from tests.unit.tiny_families import FAMILIES, WINDOW, family
 
-SIZES = {
-    "vocab_size": 288,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
-SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-MODELS = {
-    "llama": lambda: tiny.llama(),
-    "llama_untied": lambda: tiny.llama(tied=False),
-    "llama_no_gqa": lambda: tiny.llama(kv_heads=4),
-    "llama_biases": lambda: tiny.llama(attention_bias=True, mlp_bias=True),
-    "llama_scaled_rope": lambda: tiny.llama(
-        rope_parameters={**SCALED, "original_max_position_embeddings": 64}, max_position_embeddings=512
-    ),
-    "qwen2": lambda: AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)).eval(),
-    "qwen3": lambda: AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, head_dim=16)).eval(),
-}
+WINDOWED = [name for name, (_, options) in FAMILIES.items() if options.get("sliding_window")]
 
 
-@pytest.fixture(params=MODELS, ids=str)
+@pytest.fixture(params=FAMILIES, ids=str)
 def model(request):
-    torch.manual_seed(0)
-    built = MODELS[request.param]().requires_grad_(False)
-    for name, weight in built.named_parameters():
-        if name.endswith("bias"):  # fresh biases are zeros: one left out would go unseen
-            torch.nn.init.normal_(weight)
-    return built
+    return family(request.param)
 
 
 def _reference(model, ids):
     return model.get_decoder()(torch.tensor([ids])).last_hidden_state[0]
 
 
+def _close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+
+
 def test_prefill_and_ragged_continuation_equal_transformers(model):
+    """Texts and steps on both sides of the window, and across it."""
     decoder = Decoder(model)
-    texts = [torch.randint(3, 280, (length,)).tolist() for length in (31, 12, 20)]
+    texts = [tiny_heads.prompt(length, seed=length) for length in (31, 12, 20)]
     cut = [20, 1, 9]
     cache, hidden = decoder.prefill([text[:n] for text, n in zip(texts, cut, strict=True)], 40)
     for text, n, states in zip(texts, cut, hidden, strict=True):
-        torch.testing.assert_close(states, _reference(model, text)[:n], atol=2e-4, rtol=1e-3)
+        _close(states, _reference(model, text)[:n])
     # Rows of different lengths go on together, keep different counts, and go on again.
     decoder.forward(torch.tensor([text[n : n + 5] for text, n in zip(texts, cut, strict=True)]), cache)
     kept = [0, 5, 2]
@@ -61,9 +44,32 @@ def test_prefill_and_ragged_continuation_equal_transformers(model):
     again = decoder.forward(torch.tensor([text[s : s + 6] for text, s in zip(texts, start, strict=True)]), cache)
     for text, s, states in zip(texts, start, again, strict=True):
         expected = _reference(model, text)
-        torch.testing.assert_close(states, expected[s : s + 6], atol=2e-4, rtol=1e-3)
+        _close(states, expected[s : s + 6])
         logits = decoder.logits(states)
-        torch.testing.assert_close(logits, model.lm_head(expected[s : s + 6]), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(logits, model.lm_head(expected[s : s + 6]), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [[1] * 30, [3] * 10, [WINDOW - 1, WINDOW, WINDOW + 1, 6]], ids=["1", "3", "window"])
+@pytest.mark.parametrize("prompt", [1, WINDOW, 2 * WINDOW])
+def test_steps_of_one_row_equal_transformers(model, prompt, steps):
+    decoder = Decoder(model)
+    text = tiny_heads.prompt(prompt + sum(steps))
+    expected = _reference(model, text)
+    cache, (states,) = decoder.prefill([text[:prompt]], len(text))
+    _close(states, expected[:prompt])
+    for count in steps:
+        done = cache.lengths[0]
+        _close(decoder.forward(torch.tensor([text[done : done + count]]), cache)[0], expected[done : done + count])
+        cache.advance([count])
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_windows_under_test_hide_something(name):
+    text = tiny_heads.prompt(WINDOW + 1)
+    wide = family(name, sliding_window=64)
+    difference = (_reference(family(name), text) - _reference(wide, text)).abs().amax(-1)
+    assert difference[:WINDOW].max() < 1e-5
+    assert difference[WINDOW] > 1e-2
 
 
 def test_rows_can_be_dropped_and_replaced():
@@ -92,11 +98,96 @@ def test_a_full_cache_says_so():
 
 def test_an_unknown_family_is_refused_by_name():
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
-    with pytest.raises(BackboneError, match="'gpt2' has no block adapter; supported: llama"):
+    with pytest.raises(BackboneError, match=r"'gpt2' is not supported: .* no MLPs without a gate; allowed: gemma3"):
         Decoder(model)
 
 
-def test_sliding_windows_are_refused_not_ignored():
-    config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16)
-    with pytest.raises(BackboneError, match="sliding-window"):
-        Decoder(AutoModelForCausalLM.from_config(config))
+@pytest.mark.parametrize(
+    ("config", "lacking"),
+    [
+        ("Qwen3NextConfig", "no linear-attention layers and no mixture-of-experts MLPs"),
+        ("Qwen3_5TextConfig", "no linear-attention layers"),
+        ("MambaConfig", "no state-space layers"),
+        ("MixtralConfig", "no mixture-of-experts MLPs"),
+        ("Qwen3MoeConfig", "no mixture-of-experts MLPs"),
+        ("DeepseekV3Config", r"no latent attention \(MLA\)"),
+        ("BloomConfig", "no alibi positions"),
+        ("PhiConfig", "no MLPs without a gate"),
+        ("Gemma2Config", "no soft-capped scores"),
+        ("Gemma3Config", "no encoder of images or sounds around a text model of type 'gemma3_text'"),
+        ("Olmo2Config", "no layer of its kind"),
+    ],
+)
+def test_an_unsupported_family_is_refused_with_what_it_lacks_here(config, lacking):
+    config = getattr(transformers, config)()
+    with pytest.raises(
+        BackboneError, match=f"model type '{config.model_type}' is not supported: .*{lacking}"
+    ) as caught:
+        check_supported(config)
+    line = str(caught.value)
+    assert line.endswith("allowed: gemma3_text, llama, mistral, qwen2, qwen3")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("option", "lacking"),
+    [
+        ({"final_logit_softcapping": 30.0}, "soft-capped scores"),
+        ({"attn_logit_softcapping": 50.0}, "soft-capped scores"),
+        ({"use_bidirectional_attention": True}, "attention to later positions"),
+    ],
+)
+def test_options_of_a_supported_family_that_change_the_forward_are_refused(option, lacking):
+    with pytest.raises(BackboneError, match=f"'gemma3_text' is not supported: this decoder has no {lacking}"):
+        check_supported(Gemma3TextConfig(**option))
+
+
+# Rotary tables
+
+
+def test_a_scaling_that_depends_on_the_length_is_refused():
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, **factors}
+    with pytest.raises(BackboneError, match=r"rope_type 'longrope' of model type 'llama' .*allowed: default, dynamic"):
+        check_supported(LlamaConfig(rope_parameters={**rope, "original_max_position_embeddings": 1024}))
+
+
+def test_dynamic_scaling_is_static_up_to_the_trained_length():
+    model = family("llama-rope-dynamic", max_position_embeddings=32)
+    text = tiny_heads.prompt(32)
+    expected = _reference(model, text)
+    _reference(model, tiny_heads.prompt(60))  # the stock module rescales itself on the way
+    decoder = Decoder(model)
+    _, (states,) = decoder.prefill([text], 32)
+    _close(states, expected)
+    assert decoder.max_positions == 32
+    with pytest.raises(BackboneError, match=r"'dynamic' .* max_position_embeddings = 32, 33 asked; shorten"):
+        RotaryTable(model, 33, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_cast_model_keeps_its_frequencies(name):
+    exact = RotaryTable(family(name), 200, torch.float32)
+    cast = RotaryTable(family(name).to(torch.bfloat16), 200, torch.float32)
+    assert torch.equal(exact.cos, cast.cos)
+    assert torch.equal(exact.sin, cast.sin)
+
+
+def test_heads_read_the_positions_of_full_attention():
+    model = family("gemma3")
+    sliding, full, own = (RotaryTable(model, 64, torch.float32, layer) for layer in (0, 1, None))
+    assert torch.equal(own.cos, full.cos)
+    assert torch.equal(own.cos, Decoder(model).rotary.cos[:64])
+    assert not torch.allclose(own.cos, sliding.cos, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_rounded_where_gemma_rounds_them(dtype):
+    """1 + weight is not rounded and the norm's result is, once; the embedding scale is."""
+    model = family("gemma3").to(dtype)
+    x = torch.randn(500, 32).to(dtype)
+    ours, stock = norm_function(model.model.norm, dtype)(x), model.model.norm(x)
+    assert ours.dtype == dtype
+    assert (ours != stock).float().mean() < 1e-3  # sums in another order are the only difference
+    tokens = torch.arange(288)
+    assert torch.equal(Decoder(model).embed(tokens), model.model.embed_tokens(tokens))

@@ -7,14 +7,19 @@ how many to keep. A rejection therefore needs no cropping: the next forward over
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.backbones.block import FusedBlock, check_supported, rms_norm
+from selfspec.backbones.block import (
+    FusedBlock,
+    attention_scale,
+    check_supported,
+    embedding_scale,
+    norm_function,
+    windows,
+)
 from selfspec.backbones.linear import Linear
 from selfspec.backbones.load import end_tokens, input_embeddings, output_projection
 from selfspec.backbones.rotary import RotaryTable
@@ -115,7 +120,7 @@ class Slots:
         end: one past the last slot of any row.
         read: slots attended over.
         causal: the cache was empty: plain causal attention.
-        mask: additive, folded for ``group`` heads a key head; None when every new token sees all slots.
+        mask: additive, folded for ``group`` heads a key head; None when every new token sees all slots, or ``causal``.
     """
 
     def __init__(self, cache: RaggedCache, time: int, group: int, ahead: int = 0) -> None:
@@ -123,7 +128,8 @@ class Slots:
         lengths = [length + ahead for length in cache.lengths]
         self.end = max(lengths) + time
         cache.reserve(self.end)
-        dtype, device = cache.keys[0].dtype, cache.keys[0].device
+        self.dtype, self.group = cache.keys[0].dtype, group
+        device = cache.keys[0].device
         self.uniform = lengths[0] if len(set(lengths)) == 1 else None
         self.positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(time, device=device)
         self.rows = torch.arange(len(lengths), device=device)[:, None]
@@ -131,9 +137,23 @@ class Slots:
         self.read = self.end if self.causal or cache.rows == 1 else cache.capacity
         self.mask: Tensor | None = None
         if not self.causal and not (cache.rows == 1 and time == 1):
-            hidden = torch.arange(self.read, device=device) > self.positions[..., None]
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-            self.mask = fold_mask(mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None], group)
+            self.mask = self._additive(torch.arange(self.read, device=device) > self.positions[..., None])
+
+    def within(self, window: int | None) -> Tensor | None:
+        """``mask`` for a layer that sees the last ``window`` positions, the token's own included; None: all.
+
+        Under ``causal`` it is not folded, and is the same for all rows: ``[1, 1, time, slots]``.
+        """
+        if window is None or self.end <= window:
+            return self.mask
+        positions = self.positions[:1, :, None] if self.causal else self.positions[..., None]
+        slots = torch.arange(self.read, device=positions.device)
+        return self._additive((slots > positions) | (slots <= positions - window))
+
+    def _additive(self, hidden: Tensor) -> Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
+        mask = mask.masked_fill_(hidden, torch.finfo(self.dtype).min)[:, None]
+        return mask if self.causal else fold_mask(mask, self.group)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -146,7 +166,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
 
     Args:
         mask: additive, ``fold_mask``-ed to ``[rows, 1, group * time, slots]``; None: all slots are seen.
-        causal: instead of a mask: queries and keys are the same positions, in order.
+        causal: queries and keys are the same positions, in order; the mask, if any, says so and is not folded.
 
     Returns:
         ``[rows, time, heads * head_dim]``.
@@ -154,7 +174,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     rows, time, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     if causal:
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
         return out.transpose(1, 2).reshape(rows, time, heads * head_dim)
     group = heads // kv_heads
     folded = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
@@ -176,8 +198,21 @@ def fold_mask(mask: Tensor, group: int) -> Tensor:
     return mask.repeat(1, 1, group, 1) if group > 1 else mask
 
 
+def embed(tokens: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Input embeddings ``[..., hidden]`` of ``tokens [...]`` as the backbone's layers and heads read them.
+
+    ``scale`` (``embedding_scale``) is rounded to the weight's dtype, as Gemma does.
+    """
+    rows = F.embedding(tokens, weight)
+    return rows if scale == 1.0 else rows * rows.new_tensor(scale)
+
+
 class Decoder:
-    """Backbone weights arranged for decoding. ``forward`` gives final hidden states, ``logits`` scores them."""
+    """Backbone weights arranged for decoding. ``forward`` gives final hidden states, ``logits`` scores them.
+
+    Attributes:
+        rotary: the positions of heads, which are of the kind of the backbone's full-attention layers.
+    """
 
     def __init__(self, model: PreTrainedModel, max_positions: int = 4096) -> None:
         config = model.config
@@ -188,16 +223,28 @@ class Decoder:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.group: int = config.num_attention_heads // self.kv_heads
-        self.scale = 1.0 / math.sqrt(self.head_dim)
+        self.scale = attention_scale(model)
         self.max_positions = min(max_positions, config.max_position_embeddings)
         self.rotary = RotaryTable(model, self.max_positions, self.dtype)
         self.blocks = [FusedBlock(layer, self.head_dim, self.dtype) for layer in inner.layers]
+        self._views, kinds = self._kinds(model)
+        self._layers = list(zip(range(len(kinds)), self.blocks, kinds, strict=True))
         self.embedding: Tensor = weight.detach()
+        self.embedding_scale = embedding_scale(model)
         self.lm_head: Tensor = output_projection(model).detach()
         self._score = Linear(self.lm_head)
-        self.norm: Tensor = inner.norm.weight.detach()
-        self.eps: float = inner.norm.variance_epsilon
+        self.norm = norm_function(inner.norm, self.dtype)
         self.end_tokens = end_tokens(model)
+
+    def _kinds(self, model: PreTrainedModel) -> tuple[list[tuple[RotaryTable, int | None]], list[int]]:
+        """Rotary table and window of each kind of layer, and by layer the number of its kind."""
+        views: dict[int | None, tuple[RotaryTable, int | None]] = {None: (self.rotary, None)}
+        of_layers = windows(model)
+        for layer, window in enumerate(of_layers):
+            if window not in views:
+                views[window] = RotaryTable(model, self.max_positions, self.dtype, layer), window
+        used = [window for window in views if window in of_layers]
+        return [views[window] for window in used], [used.index(window) for window in of_layers]
 
     def new_cache(self, rows: int, limit: int) -> RaggedCache:
         """An empty cache. Raises ValueError beyond the backbone's context."""
@@ -212,13 +259,19 @@ class Decoder:
         The cache's lengths stay as they are until ``cache.advance``.
         """
         slots = Slots(cache, tokens.shape[1], self.group)
-        cos, sin = self.rotary.at(slots.positions)
-        x = F.embedding(tokens, self.embedding)
-        for index, block in enumerate(self.blocks):
+        views = [(*table.at(slots.positions), slots.within(window)) for table, window in self._views]
+        causal, scale = slots.causal, self.scale
+        x = self.embed(tokens)
+        for index, block, kind in self._layers:
+            cos, sin, mask = views[kind]
             q, k, v = block.qkv(x, cos, sin)
             keys, values = cache.write(index, k, v, slots)
-            x = block.finish(x, attend(q, keys, values, slots.mask, slots.causal, self.scale))
-        return rms_norm(x, self.norm, self.eps)
+            x = block.finish(x, attend(q, keys, values, mask, causal, scale))
+        return self.norm(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings ``[..., hidden]`` of ``tokens [...]``."""
+        return embed(tokens, self.embedding, self.embedding_scale)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.backbones.block import Block, check_supported
+from selfspec.backbones.block import Block, attention_scale, check_supported, embedding_scale
+from selfspec.backbones.decoder import embed
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
@@ -41,7 +41,10 @@ class CascadeLayer(nn.Module):
             if block == "encoder"
             else parts.new_layer(model)
         )
-        self.head_dim = self.mtp_block.head_dim if isinstance(self.mtp_block, EncoderLayer) else parts.head_dim(model)
+        if isinstance(self.mtp_block, EncoderLayer):
+            self.head_dim, self.scale = self.mtp_block.head_dim, 1.0 / math.sqrt(self.mtp_block.head_dim)
+        else:
+            self.head_dim, self.scale = parts.head_dim(model), attention_scale(model)
 
     def combine(self, embedding: Tensor, state: Tensor) -> Tensor:
         """The block's input ``[..., hidden]`` from a token embedding and the previous depth's state."""
@@ -85,7 +88,7 @@ class CascadeHead(Head):
         self.options = {"branch_norm": branch_norm, "block": block, "init": init, "output": output}
         layers = [CascadeLayer(model, branch_norm, block) for _ in range(depths)]
         self.layers = nn.ModuleList(layers)
-        self.scale = 1.0 / math.sqrt(layers[0].head_dim)
+        self.embedding_scale, self.scale = embedding_scale(model), layers[0].scale
         parts.initialise(self, model.config.initializer_range)
         if init == "last_layer":
             for layer in layers:
@@ -112,7 +115,7 @@ class CascadeHead(Head):
         for depth, layer in enumerate(self.by_depth()[: packed.depths], start=1):
             # x[i+d]; clamped to the document's end, where the last d anchors give what no anchor with a loss sees.
             index = packed.next_token[index]
-            x = layer.combine(F.embedding(packed.tokens[index], embedding), state)
+            x = layer.combine(embed(packed.tokens[index], embedding, self.embedding_scale), state)
             cos, sin = rotary.at(packed.position[index] - 1)
             block = layer.block()
             if depth < packed.depths:

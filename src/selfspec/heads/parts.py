@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from selfspec.backbones.block import full_attention_layers
 from selfspec.backbones.load import output_projection
 from selfspec.heads.vocab import DraftVocab
 
@@ -22,11 +23,16 @@ def new_norm(model: PreTrainedModel) -> nn.Module:
 
 
 def new_layer(model: PreTrainedModel) -> nn.Module:
-    """A fresh decoder layer of the backbone's class."""
+    """A fresh decoder layer of the backbone's class, of the kind that attends to all before it.
+
+    Where a backbone has windows (Gemma 3, Qwen, Mistral), a head has none: its layer is made as the
+    backbone's first layer with full attention is, and reads that kind's rotary table. See
+    ``full_attention_layers`` for backbones where every layer has a window.
+    """
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # never run; spares the check for fused kernels
     inner: Any = model.get_decoder()
-    layer: nn.Module = type(inner.layers[0])(config, layer_idx=0)
+    layer: nn.Module = type(inner.layers[0])(config, layer_idx=full_attention_layers(model)[0])
     return layer
 
 
@@ -46,16 +52,19 @@ def initialise(module: nn.Module, std: float) -> None:
 
 
 def copy_last_layers(model: PreTrainedModel, into: Sequence[nn.Module]) -> None:
-    """Start ``into`` as the backbone's last layers, in their order.
+    """Start ``into`` as the backbone's last layers with full attention, in their order.
 
     Raises:
-        ValueError: the backbone has fewer layers.
+        ValueError: the backbone has fewer of them.
     """
     inner: Any = model.get_decoder()
-    if len(inner.layers) < len(into):
-        raise ValueError(f"layers: got {len(into)}, allowed: at most {len(inner.layers)}, which the backbone has")
-    for target, source in zip(into, list(inner.layers)[-len(into) :], strict=True):
-        target.load_state_dict(source.state_dict())
+    sources = full_attention_layers(model)
+    if len(sources) < len(into):
+        raise ValueError(
+            f"layers: got {len(into)}, allowed: at most {len(sources)}, the backbone's layers with full attention"
+        )
+    for target, source in zip(into, sources[-len(into) :], strict=True):
+        target.load_state_dict(inner.layers[source].state_dict())
 
 
 def own_rows(model: PreTrainedModel, vocab: DraftVocab, depths: int) -> nn.ParameterList:

@@ -7,15 +7,14 @@ own decoder-layer class, norm. The state passed on is the normed one, scored by 
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.backbones.block import Block, check_supported
+from selfspec.backbones.block import Block, attention_scale, check_supported, embedding_scale
+from selfspec.backbones.decoder import embed
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
@@ -59,7 +58,8 @@ class SharedHead(Head):
         self.mtp_block = parts.new_layer(model)
         self.later_blocks = nn.ModuleList(parts.new_layer(model) for _ in range(layers - 1))
         self.head_dim = parts.head_dim(model)
-        self.scale = 1.0 / math.sqrt(self.head_dim)
+        self.embedding_scale = embedding_scale(model)
+        self.scale = attention_scale(model)
         parts.initialise(self, model.config.initializer_range)
         if init == "last_layer":
             parts.copy_last_layers(model, self.blocks)
@@ -83,7 +83,8 @@ class SharedHead(Head):
         states: list[Tensor] = [self.post_norm(x)]
         position = packed.position[packed.anchors]
         for depth in range(2, packed.depths + 1):
-            x = self.combine(F.embedding(packed.tokens[packed.inputs[depth - 1]], embedding), states[-1])
+            drafts = packed.tokens[packed.inputs[depth - 1]]
+            x = self.combine(embed(drafts, embedding, self.embedding_scale), states[-1])
             cos, sin = rotary.at(position + depth - 1)
             for block, seen_keys, seen_values in zip(blocks, keys, values, strict=True):
                 q, k, v = block.qkv(x, cos, sin)
@@ -103,7 +104,7 @@ class SharedHead(Head):
         documents: Layout,
     ) -> tuple[Tensor, list[list[Tensor]], list[list[Tensor]]]:
         """The last layer's output ``[A, H]`` at anchors; by layer, lists that start with all tokens' keys, values."""
-        first = F.embedding(packed.tokens[packed.next_token], embedding)
+        first = embed(packed.tokens[packed.next_token], embedding, self.embedding_scale)
         first = first.masked_fill((packed.position == 0)[:, None], 0)  # as vLLM serves position 0
         x = self.combine(first, hidden)
         cos, sin = rotary.at(packed.position)

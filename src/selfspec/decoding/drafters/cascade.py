@@ -92,7 +92,7 @@ class CascadeDrafter:
     def _forward(self, tokens: Tensor, states: Tensor, depth: int, slots: Slots, keys: RaggedCache) -> Tensor:
         """Depth ``depth`` at ``slots``: ``[rows, time, H]`` of ``tokens [rows, time]`` and previous ``states``."""
         layer = self.layers[depth - 1]
-        embedding = F.embedding(tokens, self.decoder.embedding)
+        embedding = self.decoder.embed(tokens)
         x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(states)], dim=-1))
         q, k, v = layer.block.qkv(x, *self.decoder.rotary.at(slots.positions))
         attended = self._attend(q, *keys.write(depth - 1, k, v, slots), slots, depth - 1)

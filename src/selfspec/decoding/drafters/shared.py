@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.backbones.block import FusedBlock
@@ -56,7 +55,7 @@ class SharedDrafter:
         Writes keys behind each row's valid length plus ``ahead``; the caller advances the cache.
         """
         slots = Slots(cache, tokens.shape[1], self.decoder.group, ahead)
-        embedding = F.embedding(tokens, self.decoder.embedding)
+        embedding = self.decoder.embed(tokens)
         if min(cache.lengths) + ahead == 0:  # as vLLM serves position 0, and as the head was trained
             embedding = embedding.masked_fill((slots.positions == 0)[..., None], 0)
         x = self._combine(embedding, states)

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from selfspec.backbones.block import BlockLike, FusedBlock, rms_norm
+from selfspec.backbones.block import BlockLike, Function, FusedBlock, norm_function
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.linear import Linear
 from selfspec.heads.checkpoint import TrainedHead
 from selfspec.heads.encoder import EncoderLayer
 
-Function = Callable[[Tensor], Tensor]
-
 
 def norm(module: nn.Module, dtype: torch.dtype) -> Function:
     """``module`` (an RMSNorm of the backbone's class, or a LayerNorm) as a function of the state alone."""
-    layer: Any = module
-    weight = layer.weight.detach().to(dtype)
     if isinstance(module, nn.LayerNorm):
-        bias = module.bias.detach().to(dtype)
+        weight, bias = module.weight.detach().to(dtype), module.bias.detach().to(dtype)
         return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
-    return partial(rms_norm, weight=weight, eps=layer.variance_epsilon)
+    return norm_function(module, dtype)
 
 
 def block(layer: nn.Module, head_dim: int, dtype: torch.dtype) -> BlockLike:
