@@ -13,6 +13,7 @@ from selfspec.decoding.drafters.shared import SharedDrafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy
 from tests.unit import tiny, tiny_heads
+from tests.unit.tiny_families import CLASSES, FAMILIES, family
 
 RAGGED = [tiny_heads.prompt(length, seed=length) for length in (17, 1, 9, 30)]
 
@@ -41,6 +42,19 @@ def test_greedy_equals_stock_generate(num_drafts, tied):
         assert result.completions == wanted
         assert result.tokens == 20 * len(prompts)
         assert [_committed(rounds) for rounds in result.rounds] == [20] * len(prompts)
+
+
+@pytest.mark.parametrize("kind", ["shared", "cascade"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_equals_stock_generate_for_every_family(name, kind):
+    """Prompts on both sides of the windows, and texts that leave them."""
+    model = family(name)
+    decoder = Decoder(model)
+    drafter = tiny_heads.drafter(decoder, model, torch.arange(0, 288, 2), depths=3, kind=kind)
+    expected = stock_greedy(model, RAGGED, 20)
+    for prompts, wanted, num_drafts in [(RAGGED, expected, 3), (RAGGED[1:2], expected[1:2], 2), (RAGGED, expected, 0)]:
+        result = speculate(decoder, drafter, prompts, max_new_tokens=20, num_drafts=num_drafts, rule=Greedy())
+        assert result.completions == wanted
 
 
 class Script(Greedy):
@@ -118,8 +132,8 @@ class WatchedDrafter(SharedDrafter):
         self.checked.append((row, length))
 
 
-def _scripted(prompts, accepts, limit, num_drafts):
-    model = _model()
+def _scripted(prompts, accepts, limit, num_drafts, model=None):
+    model = model or _model()
     truths = stock_greedy(model, prompts, limit + num_drafts + 1)
     decoder = WatchedDecoder(model)
     drafter = WatchedDrafter(decoder, tiny_heads.trained(model, tiny_heads.random_head(model)))
@@ -152,9 +166,10 @@ def test_every_accept_count_leaves_clean_caches(accepted):
     assert drafter.checked == [(0, len(prompt) + (accepted + 1) * number) for number in range(1, 4)]
 
 
-def test_rows_that_accept_different_counts_leave_clean_caches():
+@pytest.mark.parametrize("name", CLASSES)
+def test_rows_that_accept_different_counts_leave_clean_caches(name):
     accepts = [[0, 3, 1, 2], [3], [0], [2, 0]]
-    result, drafter = _scripted(RAGGED, accepts, 16, 3)
+    result, drafter = _scripted(RAGGED, accepts, 16, 3, family(name))
     assert {row for row, _ in drafter.checked} == {0, 1, 2, 3}
     for rounds, script in zip(result.rounds, accepts, strict=True):
         assert _committed(rounds) == 16
