@@ -11,6 +11,7 @@ from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark import heldout, lossless
 from selfspec.config import Config
 from selfspec.decoding.drafter import drafter_for
+from selfspec.decoding.loop import check_context
 from selfspec.decoding.rules import rule_for
 from selfspec.distill import records
 from selfspec.heads import checkpoint
@@ -36,10 +37,7 @@ def main(cfg: Config) -> None:
     head = checkpoint.load(HEAD, model, load.DTYPES[cfg.backbone.dtype])
     samples, seed = cfg.accept.bootstrap_samples, cfg.seed
     temperatures = {"greedy": 0.0} | {f"t{temperature}": temperature for temperature in cfg.accept.temperatures}
-    modes = {
-        mode: lambda temperature=temperature: rule_for(temperature, seeded(cfg, decoder))
-        for mode, temperature in temperatures.items()
-    }
+    modes = {mode: rule_for(temperature, seeded(cfg, decoder)) for mode, temperature in temperatures.items()}
     rows = heldout.forced_rows(decoder, head, groups, head.module.depths, samples, seed)
     rows += heldout.running_rows(
         decoder,
@@ -67,9 +65,12 @@ def main(cfg: Config) -> None:
 
 
 def check_lossless(cfg: Config, groups: dict[str, list[records.Completion]]) -> lossless.Comparison:
-    """Greedy identity in float32 on prompts taken in turn from every domain."""
+    """Greedy identity in float32 on prompts taken in turn from every domain; first, whether all texts fit."""
     model = load.load_model(cfg.backbone, torch.float32)
     decoder = Decoder(model)
+    longest_prompt = max(len(c.prompt_ids) for group in groups.values() for c in group)
+    for name in ("max_new_tokens", "lossless_tokens"):
+        check_context(f"accept.{name}", getattr(cfg.accept, name), longest_prompt, decoder.max_positions)
     drafter = drafter_for(decoder, checkpoint.load(HEAD, model))
     longest = max(map(len, groups.values()))
     in_turn = [group[i].prompt_ids for i in range(longest) for group in groups.values() if i < len(group)]

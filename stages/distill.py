@@ -35,16 +35,11 @@ def main(cfg: Config) -> None:
         for split in SPLITS
     }
     for split, selection in selections.items():
+        prompts.check_found(split, selection, cfg.distill)
         for domain, missing in selection.missing.items():
             print(f"note: {split} has {missing} {domain} prompts fewer than distill.prompts.{split}.{domain} asks for")
     every = [prompt for selection in selections.values() for prompt in selection.prompts]
-    journal = Journal(
-        JOURNALS,
-        key_of([cfg.seed, cfg.backbone.model_dump(), cfg.distill.model_dump()], every),
-        cfg.distill.records_per_shard,
-        load.DTYPES[cfg.backbone.dtype],
-    )
-    seconds, written = complete(cfg, journal, every)
+    journal, seconds, written = complete(cfg, every)
 
     index = HeldoutIndex.from_shards(SHARDS, cfg.shard.ngram)
     dropped: Counter[str] = Counter()
@@ -61,6 +56,11 @@ def main(cfg: Config) -> None:
                 dropped[completion.domain] += 1
                 continue
             kept.append(completion)
+        if not kept:
+            raise prompts.DistillError(
+                f"shard.max_shared_ngrams: got {cfg.shard.max_shared_ngrams}; all {len(selection.prompts)} completions "
+                f"of {split} share more {cfg.shard.ngram}-grams with a held-out prompt; raise it, or shard.ngram"
+            )
         save(OUT / split, kept, cfg.distill.records_per_shard)
         if split != "heldout":
             save_states(journal, split, kept)
@@ -86,12 +86,19 @@ def main(cfg: Config) -> None:
     journal.discard()
 
 
-def complete(cfg: Config, journal: Journal, every: list[Prompt]) -> tuple[float, int]:
-    """Write what the journal lacks; returns seconds spent and tokens written in this process."""
+def complete(cfg: Config, every: list[Prompt]) -> tuple[Journal, float, int]:
+    """Write what the journal lacks; returns it with the seconds spent and the tokens written in this process."""
+    decoder = Decoder(load.load_model(cfg.backbone))
+    prompts.check_context(cfg.distill, decoder.max_positions)
+    journal = Journal(
+        JOURNALS,
+        key_of([cfg.seed, cfg.backbone.model_dump(), cfg.distill.model_dump()], every),
+        cfg.distill.records_per_shard,
+        load.DTYPES[cfg.backbone.dtype],
+    )
     remaining = journal.remaining(every)
     if len(remaining) < len(every):
         print(f"going on after an interrupted run: {len(every) - len(remaining)} of {len(every)} prompts are done")
-    decoder = Decoder(load.load_model(cfg.backbone))
     written = 0
 
     def finished(completion: Completion, of: States) -> None:
@@ -112,7 +119,7 @@ def complete(cfg: Config, journal: Journal, every: list[Prompt]) -> tuple[float,
         workers=torch.get_num_threads() if decoder.device.type == "cpu" else 1,
     )
     journal.flush()
-    return time.perf_counter() - started, written
+    return journal, time.perf_counter() - started, written
 
 
 def save(directory: Path, completions: list[Completion], per_shard: int) -> None:

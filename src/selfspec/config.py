@@ -316,6 +316,17 @@ class Config(_Section):
                     raise rule(name, count, allowed, "lower it or raise head.depths")
         return self
 
+    @model_validator(mode="after")
+    def _timed_domains_are_held_out(self) -> Config:
+        """A domain without held-out prompts would be left out of the benchmark."""
+        held = {domain for domain, count in self.distill.prompts.heldout.model_dump().items() if count}
+        for domain in self.bench.domains:
+            if domain not in held:
+                needed = f"distill.prompts.heldout.{domain}"
+                allowed = f"{' or '.join(name for name in DOMAINS if name in held)}, whose prompts are held out"
+                raise rule("bench.domains", domain, allowed, f"leave {domain} out, or raise {needed} above 0")
+        return self
+
 
 def parse(raw: object) -> Config:
     """Validate ``raw`` (the mapping in a params file).

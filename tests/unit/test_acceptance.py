@@ -11,8 +11,17 @@ import torch
 from selfspec import acceptance
 from selfspec.acceptance import Estimate, IdentityError
 from selfspec.backbones.decoder import Decoder
-from selfspec.benchmark import heldout, lossless, table, teacher_forced
-from selfspec.benchmark.timing import Method, Run, interleave, our_runner, stock_runner
+from selfspec.benchmark import heldout, lossless, machine, table, teacher_forced
+from selfspec.benchmark.timing import (
+    BenchError,
+    Method,
+    Run,
+    interleave,
+    orders,
+    our_runner,
+    stock_runner,
+    timed_prompts,
+)
 from selfspec.decoding.drafter import drafter_for
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy, Sampling, rule_for
@@ -218,8 +227,53 @@ def test_an_impossible_speedup_stops_the_table():
 # Timing
 
 
+def _methods(count):
+    return [Method("selfspec", "mtp", number) for number in range(count)]
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_orders_balance_places_and_predecessors(count):
+    methods = _methods(count)
+    found = orders(methods)
+    times = 1 if count % 2 == 0 else 2
+    assert len(found) == times * count
+    assert {tuple(sorted(order, key=methods.index)) for order in found} == {tuple(methods)}
+    for place in range(count):
+        assert [[order[place] for order in found].count(method) for method in methods] == [times] * count
+    followed = [pair for order in found for pair in itertools.pairwise(order)]
+    assert {followed.count(pair) for pair in itertools.permutations(methods, 2)} <= {times}
+
+
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_each_mode_sees_all_orders(count):
+    calls = []
+
+    def runner(method):
+        def once(prompt, temperature, seed):
+            calls.append((temperature, method))
+            return Run(1, 1.0)
+
+        return once
+
+    methods = _methods(count)
+    prompts = {"chat": [[number] for number in range(7)], "code": [[number] for number in range(count * 4 - 7)]}
+    interleave({method: runner(method) for method in methods}, prompts, {"greedy": 0.0, "t0.5": 0.5}, seed=0)
+    timed = calls[2 * count :]
+    turns = [timed[start : start + count] for start in range(0, len(timed), count)]
+    for temperature in (0.0, 0.5):
+        seen = [[method for _, method in turn] for turn in turns if {mode for mode, _ in turn} == {temperature}]
+        assert len(seen) == 4 * count
+        cycles = 4 * count // len(orders(methods))
+        assert sorted(map(repr, seen)) == sorted(map(repr, orders(methods) * cycles))
+    # Turns included, none runs behind one method only, and with more than two none behind itself.
+    before = {method: {a for (_, a), (_, b) in itertools.pairwise(timed) if b == method} for method in methods}
+    for method, others in before.items():
+        assert others >= set(methods) - {method}
+        assert count == 2 or method not in others
+
+
 @pytest.mark.parametrize("count", [2, 3])
-def test_methods_are_interleaved_and_rotate(count):
+def test_methods_are_interleaved(count):
     calls = []
 
     def runner(method):
@@ -229,7 +283,7 @@ def test_methods_are_interleaved_and_rotate(count):
 
         return once
 
-    methods = [Method("selfspec", "mtp", number) for number in range(count)]
+    methods = _methods(count)
     prompts = {"chat": [[1], [2], [3]], "code": [[4], [5]]}
     modes = {"greedy": 0.0, "t0.5": 0.5}
     runs = interleave({method: runner(method) for method in methods}, prompts, modes, seed=40)
@@ -248,9 +302,6 @@ def test_methods_are_interleaved_and_rotate(count):
         for number, seed in ((1, 40), (2, 41), (3, 42), (4, 40), (5, 41))
         for temperature in (0.0, 0.5)
     }
-    leaders = [turn[0][0] for turn in turns]
-    assert {leaders.count(method) for method in methods} <= {10 // count, 10 // count + 1}
-    assert all(first != second for first, second in itertools.pairwise(leaders))
     # Runs come back under their own key, in prompt order, without the warm-up.
     assert sum(map(len, runs.values())) == len(timed)
     for (domain, mode, method), of in runs.items():
@@ -269,6 +320,28 @@ def model():
 @pytest.fixture(scope="module")
 def decoder(model):
     return Decoder(model)
+
+
+def test_a_domain_that_cannot_be_timed_is_named(capsys):
+    texts = _texts()
+    groups = {"code": texts[:1], "chat": texts[1:]}
+    wanted = {"chat": [texts[1].prompt_ids, texts[2].prompt_ids]}
+    assert timed_prompts(groups, ["maths", "chat"]) == wanted
+    assert capsys.readouterr().out == "note: maths is not timed: distill found no held-out prompt of it\n"
+    with pytest.raises(BenchError, match=r"^bench\.domains: got maths; allowed: code or chat, of which"):
+        timed_prompts(groups, ["maths"])
+
+
+def test_weights_are_counted_as_they_are_served(model, decoder):
+    """Parameters and the copied output rows, in the backbone's dtype, whatever the arithmetic is."""
+    ids = torch.arange(0, 24, 2)
+    head = tiny_heads.random_head(model, ids=ids)
+    weights = sum(parameter.numel() for parameter in head.parameters())
+    for of, copied in ((ids, 12 * model.config.hidden_size), (None, 0)):
+        drafter = drafter_for(decoder, tiny_heads.trained(model, head, of))
+        count = drafter.nbytes() // decoder.dtype.itemsize
+        assert count == weights + copied
+        assert machine.weights_mib(count, torch.bfloat16) == (weights + copied) * 2 / 2**20
 
 
 PROMPTS = [tiny_heads.prompt(length, 24, seed=length) for length in (7, 1, 12)]
@@ -515,7 +588,7 @@ def test_running_rows_count_the_loop_s_rounds(model, decoder, batch_size):
             decoder,
             drafter,
             {"code": texts[:1], "chat": texts[1:]},
-            {"greedy": Greedy},
+            {"greedy": Greedy()},
             num_drafts=2,
             max_new_tokens=18,
             batch_size=batch_size,
@@ -535,3 +608,26 @@ def test_running_rows_count_the_loop_s_rounds(model, decoder, batch_size):
         assert (row.value, row.count) == (figures["tokens_per_round", 0].value, figures["tokens_per_round", 0].count)
         assert row.prompts == len(of)
     assert len(rows) == len(GROUPS) * (3 + 2 * 2 + 1)
+
+
+def test_batches_of_one_mode_draw_different_samples(model, decoder, monkeypatch):
+    """One generator runs through a mode's batches, from the same seed in every run."""
+    drafter, text = tiny_heads.drafter(decoder, model), _texts()[0]
+
+    def written():
+        results = []
+
+        def recorded(*args, **options):
+            results.append(speculate(*args, **options))
+            return results[-1]
+
+        monkeypatch.setattr(heldout, "speculate", recorded)
+        modes = {mode: Sampling(1.0, torch.Generator().manual_seed(3)) for mode in ("t1.0", "again")}
+        sizes = {"num_drafts": 2, "max_new_tokens": 18, "batch_size": 1, "samples": 5, "seed": 0}
+        heldout.running_rows(decoder, drafter, {"code": [text, text, text]}, modes, **sizes)
+        return [result.completions[0] for result in results]
+
+    texts = written()
+    assert len({tuple(ids) for ids in texts[:3]}) == 3  # the same prompt in three batches
+    assert texts[3:] == texts[:3]  # each mode begins at its own seed
+    assert written() == texts

@@ -187,6 +187,13 @@ def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, valu
             "raise a domain's count",
         ),
         (
+            _with(
+                distill__prompts__heldout__code=0, distill__prompts__heldout__prose=0, bench__domains=["chat", "code"]
+            ),
+            "bench.domains: got 'code'; allowed: chat or maths, whose prompts are held out; "
+            "leave code out, or raise distill.prompts.heldout.code above 0",
+        ),
+        (
             _with(distill__prefix_tokens=9, distill__max_prompt_tokens=8),
             "distill.prefix_tokens: got 9; allowed: at most max_prompt_tokens, 8: longer prompts are skipped; "
             "shorten the prefix or allow longer prompts",

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from selfspec.backbones.decoder import Decoder
 from selfspec.benchmark.lossless import stock_greedy
 from selfspec.decoding.drafters.shared import SharedDrafter
-from selfspec.decoding.loop import speculate
+from selfspec.decoding.loop import DraftingError, check_context, speculate
 from selfspec.decoding.rules import Greedy
+from selfspec.errors import SelfspecError
 from tests.unit import tiny, tiny_heads
 from tests.unit.tiny_families import CLASSES, FAMILIES, family
 
@@ -272,7 +273,7 @@ def test_the_context_is_used_to_its_last_position(num_drafts):
         on_tokens=script.seen,
     )
     assert result.completions == stock_greedy(model, prompts, 10)
-    with pytest.raises(ValueError, match="need 41 positions, the backbone has 40"):
+    with pytest.raises(DraftingError, match="need 41 positions, the backbone has 40"):
         speculate(decoder, drafter, prompts, max_new_tokens=11, num_drafts=num_drafts, rule=Greedy())
 
 
@@ -285,14 +286,25 @@ def test_what_cannot_be_decoded_is_refused():
         speculate(decoder, used, prompts, max_new_tokens=tokens, num_drafts=drafts, rule=Greedy())
 
     for prompts in ([], [[]], [[5], []]):
-        with pytest.raises(ValueError, match="every prompt needs at least one token"):
+        with pytest.raises(DraftingError, match="every prompt needs at least one token"):
             attempt(prompts)
-    with pytest.raises(ValueError, match="num_drafts: got 2, allowed: 0, or more with a head"):
+    with pytest.raises(DraftingError, match="num_drafts: got 2, allowed: 0, or more with a head"):
         attempt([[5]], used=None)
-    with pytest.raises(ValueError, match="num_drafts: got -1"):
+    with pytest.raises(DraftingError, match="num_drafts: got -1"):
         attempt([[5]], drafts=-1)
-    with pytest.raises(ValueError, match="max_new_tokens: got 0"):
+    with pytest.raises(DraftingError, match="max_new_tokens: got 0"):
         attempt([[5]], tokens=0)
+    assert issubclass(DraftingError, SelfspecError)  # one line, no traceback
+
+
+def test_a_length_that_the_longest_prompt_leaves_no_room_for_is_named():
+    check_context("accept.lossless_tokens", 10, 30, 40)
+    expected = (
+        r"^accept\.lossless_tokens: got 11; allowed: at most 10: the longest prompt has 30 tokens and the "
+        r"backbone 40 positions; lower it, or distill\.max_prompt_tokens$"
+    )
+    with pytest.raises(DraftingError, match=expected):
+        check_context("accept.lossless_tokens", 11, 30, 40)
 
 
 def test_streamed_tokens_add_up_to_the_completions():

@@ -341,6 +341,41 @@ def test_a_tokenizer_without_a_chat_template_says_what_to_do():
     assert len(plain.prompts) == 1
 
 
+def test_a_split_without_a_prompt_stops_distill_before_the_backbone_is_loaded():
+    config = _config()
+    counts = config.prompts.train.model_dump()
+    empty = selection.select([_row(0, domain="code")], counts, config, tiny.tokenizer())
+    expected = {"train": "max_train_tokens", "validation": "validation_fraction", "heldout": "heldout_fraction"}
+    for split, remedy in expected.items():
+        with pytest.raises(DistillError) as caught:
+            selection.check_found(split, empty, config)
+        assert str(caught.value) == (
+            f"distill.prompts.{split}: got 0 of the 1 prompts asked for in chat; allowed: at least 1; "
+            f"raise shard.{remedy}, or ask for a domain that the shards hold"
+        )
+    found = selection.select([_row(0)], counts, config, tiny.tokenizer())
+    selection.check_found("validation", found, config)
+
+
+def test_a_split_of_long_prompts_only_names_the_limit():
+    config = _config()
+    rows = [_row(number, text="Now then, " * 40) for number in range(3)]
+    empty = selection.select(rows, {"chat": 1}, config, tiny.tokenizer())
+    with pytest.raises(DistillError, match=r"raise distill\.max_prompt_tokens above 80 \(3 prompts are longer\)$"):
+        selection.check_found("heldout", empty, config)
+
+
+def test_what_may_be_written_fits_the_context():
+    config = _config(longest=80)  # and 4 new tokens
+    selection.check_context(config, 84)
+    expected = (
+        r"^distill\.max_prompt_tokens \+ distill\.max_new_tokens: got 80 \+ 4; allowed: at most 83 together, "
+        r"the positions that the backbone has; lower one of the two$"
+    )
+    with pytest.raises(DistillError, match=expected):
+        selection.check_context(config, 83)
+
+
 # Files
 
 

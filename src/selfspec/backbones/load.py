@@ -24,8 +24,8 @@ _GGUF_CONVERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Whether the CPU multiplies matrices of a dtype natively; private to torch, which is pinned exactly.
 _NATIVE: dict[torch.dtype, Callable[[], bool]] = {
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    torch.bfloat16: getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False),
+    torch.float16: getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ def running_rows(
     decoder: Decoder,
     drafter: Drafter,
     groups: Mapping[str, Sequence[Completion]],
-    modes: Mapping[str, Callable[[], Rule]],
+    modes: Mapping[str, Rule],
     *,
     num_drafts: int,
     max_new_tokens: int,
@@ -114,7 +114,10 @@ def running_rows(
     samples: int,
     seed: int,
 ) -> list[Row]:
-    """Round statistics by source, by domain and over all, for each mode's acceptance rule."""
+    """Round statistics by source, by domain and over all, for each mode's acceptance rule.
+
+    A mode's batches share its rule, and with it the generator: each draws on where the last one stopped.
+    """
     rows = []
     batches = [batch for group in groups.values() for batch in _batches(group, batch_size)]
     completions = [completion for batch in batches for completion in batch]
@@ -129,7 +132,7 @@ def running_rows(
                     [completion.prompt_ids for completion in batch],
                     max_new_tokens=max_new_tokens,
                     num_drafts=num_drafts,
-                    rule=rule(),
+                    rule=rule,
                     end_tokens=decoder.end_tokens,
                 )
                 rounds += result.rounds

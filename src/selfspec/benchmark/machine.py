@@ -28,6 +28,15 @@ def describe() -> dict[str, Any]:
     }
 
 
+def weights_mib(count: int, dtype: torch.dtype) -> float:
+    """MiB of ``count`` weights as they are served, in ``dtype``.
+
+    A CPU without instructions for it computes on float32 copies of twice the size, which only
+    ``peak_memory_mib`` shows: they are this machine's, not the model's.
+    """
+    return count * dtype.itemsize / MIB
+
+
 def peak_memory_mib() -> float:
     """Largest resident size of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ from selfspec.backbones.decoder import Decoder
 from selfspec.decoding.drafter import Drafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import rule_for
+from selfspec.distill.records import Completion
+from selfspec.errors import SelfspecError
+
+
+class BenchError(SelfspecError):
+    """There is nothing to time."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +114,46 @@ def stock_runner(model: Any, lookup_tokens: int, max_new_tokens: int) -> Runner:
     return once
 
 
+def timed_prompts(groups: Mapping[str, Sequence[Completion]], domains: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Token ids of the held-out prompts in ``groups``, by domain; of ``domains``, those without any are named.
+
+    Raises:
+        BenchError: none of ``domains`` has any.
+    """
+    for domain in domains:
+        if domain not in groups:
+            print(f"note: {domain} is not timed: distill found no held-out prompt of it")
+    found = {domain: [completion.prompt_ids for completion in groups[domain]] for domain in domains if domain in groups}
+    if not found:
+        raise BenchError(
+            f"bench.domains: got {', '.join(domains)}; allowed: {' or '.join(groups)}, of which distill found held-out "
+            "prompts; change bench.domains, or raise shard.heldout_fraction"
+        )
+    return found
+
+
+def orders(methods: Sequence[Method]) -> list[list[Method]]:
+    """Orders in which each method stands in every place equally often and right behind each other equally often.
+
+    A rotation alone would put every method behind the same one always. Williams's design (1949): n orders for
+    an even number n of methods, 2n for an odd one, where the second half is the first reversed.
+    """
+    count = len(methods)
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]  # 0, 1, -1, 2, -2, …
+    square = [[methods[(start + offset) % count] for offset in zigzag] for start in range(count)]
+    return square + [order[::-1] for order in square] if count % 2 else square
+
+
 def interleave(
     runners: Mapping[Method, Runner],
     prompts: Mapping[str, Sequence[Sequence[int]]],
     modes: Mapping[str, float],
     seed: int,
 ) -> dict[tuple[str, str, Method], list[Run]]:
-    """Time every method on every prompt, in turn; the order rotates so that drift of the machine hits all alike.
+    """Time every method on every prompt, in turn, so that drift of the machine and what ran before hit all alike.
+
+    Each prompt takes the next of ``orders``, in all modes: a mode sees every order as often as another, to within
+    one prompt.
 
     Args:
         prompts: by domain.
@@ -127,15 +167,14 @@ def interleave(
         for temperature in modes.values():
             runner(first, temperature, seed)
     runs: dict[tuple[str, str, Method], list[Run]] = {}
-    methods = list(runners)
-    total = sum(map(len, prompts.values())) * len(modes) * len(methods)
-    turn = 0
+    turns = cycle(orders(list(runners)))
+    total = sum(map(len, prompts.values())) * len(modes) * len(runners)
     with tqdm(total=total, desc="benchmark", unit="run", mininterval=2) as progress:
         for domain, of_domain in prompts.items():
             for number, prompt in enumerate(of_domain):
+                order = next(turns)
                 for mode, temperature in modes.items():
-                    turn += 1
-                    for method in methods[turn % len(methods) :] + methods[: turn % len(methods)]:
+                    for method in order:
                         run = runners[method](prompt, temperature, seed + number)
                         runs.setdefault((domain, mode, method), []).append(run)
                         progress.update()

@@ -26,7 +26,7 @@ OnTokens = Callable[[int, list[int]], None]
 
 
 class DraftingError(SelfspecError, ValueError):
-    """The head cannot draft what is asked of it."""
+    """The backbone or its head cannot decode what is asked of them."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ def speculate(
     """Decode ``prompts`` with up to ``num_drafts`` drafts a round; 0 is plain decoding in the same engine.
 
     Raises:
-        ValueError: an empty prompt, drafts without a drafter or beyond what it can make, or more tokens than the
+        DraftingError: an empty prompt, drafts without a drafter or beyond what it can make, or more tokens than the
             backbone's context.
     """
     _check(decoder, drafter, prompts, max_new_tokens, num_drafts)
@@ -109,6 +109,23 @@ def speculate(
     return result
 
 
+def check_context(name: str, max_new_tokens: int, longest_prompt: int, max_positions: int) -> None:
+    """Hold the parameter ``name``, whose value is ``max_new_tokens``, against the backbone's context, before decoding.
+
+    Args:
+        longest_prompt, max_positions: tokens.
+
+    Raises:
+        DraftingError: the longest prompt leaves too little room.
+    """
+    if longest_prompt + max_new_tokens > max_positions:
+        raise DraftingError(
+            f"{name}: got {max_new_tokens}; allowed: at most {max_positions - longest_prompt}: the longest prompt has "
+            f"{longest_prompt} tokens and the backbone {max_positions} positions; lower it, or "
+            "distill.max_prompt_tokens"
+        )
+
+
 def _check(
     decoder: Decoder,
     drafter: Drafter | None,
@@ -117,11 +134,11 @@ def _check(
     num_drafts: int,
 ) -> None:
     if not prompts or min(map(len, prompts)) == 0:
-        raise ValueError("prompts: got an empty one; every prompt needs at least one token")
+        raise DraftingError("prompts: got an empty one; every prompt needs at least one token")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}, allowed: at least 1")
+        raise DraftingError(f"max_new_tokens: got {max_new_tokens}, allowed: at least 1")
     if num_drafts < 0 or (num_drafts and drafter is None):
-        raise ValueError(f"num_drafts: got {num_drafts}, allowed: 0, or more with a head")
+        raise DraftingError(f"num_drafts: got {num_drafts}, allowed: 0, or more with a head")
     if drafter is not None and drafter.max_drafts is not None and num_drafts > drafter.max_drafts:
         raise DraftingError(
             f"num_drafts: got {num_drafts}, allowed: at most {drafter.max_drafts}, the depths that this head has; "
@@ -129,7 +146,7 @@ def _check(
         )
     needed = max(map(len, prompts)) + max_new_tokens
     if needed > decoder.max_positions:
-        raise ValueError(
+        raise DraftingError(
             f"prompt and max_new_tokens need {needed} positions, the backbone has {decoder.max_positions}; "
             "shorten either"
         )

@@ -8,12 +8,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec.config import DistillConfig
+from selfspec.config import DistillConfig, Split
 from selfspec.distill.records import Prompt
 from selfspec.errors import SelfspecError
 
 # A document shorter than this leaves nothing to continue from.
 _MIN_PREFIX_TOKENS = 8
+# What gives a split more records.
+_SPLIT_SIZE: Mapping[Split, str] = {
+    "train": "shard.max_train_tokens",
+    "validation": "shard.validation_fraction",
+    "heldout": "shard.heldout_fraction",
+}
 
 
 class DistillError(SelfspecError):
@@ -60,6 +66,38 @@ def select(
         if not +wanted:
             break
     return Selection(prompts, dict(skipped), dict(+wanted))
+
+
+def check_found(split: Split, selection: Selection, config: DistillConfig) -> None:
+    """Every split needs a prompt: one trains on train, stops by validation and measures on heldout.
+
+    Raises:
+        DistillError: ``selection`` is empty.
+    """
+    if selection.prompts:
+        return
+    asked = {domain: count for domain, count in getattr(config.prompts, split).model_dump().items() if count}
+    line = (
+        f"distill.prompts.{split}: got 0 of the {sum(asked.values())} prompts asked for in {', '.join(asked)}; "
+        f"allowed: at least 1; raise {_SPLIT_SIZE[split]}, or ask for a domain that the shards hold"
+    )
+    if skipped := sum(selection.skipped_long.values()):
+        line += f", or raise distill.max_prompt_tokens above {config.max_prompt_tokens} ({skipped} prompts are longer)"
+    raise DistillError(line)
+
+
+def check_context(config: DistillConfig, max_positions: int) -> None:
+    """Hold the longest text that may be written against the backbone's ``max_positions``, in tokens.
+
+    Raises:
+        DistillError: prompt and completion may need more.
+    """
+    if config.max_prompt_tokens + config.max_new_tokens > max_positions:
+        raise DistillError(
+            f"distill.max_prompt_tokens + distill.max_new_tokens: got {config.max_prompt_tokens} + "
+            f"{config.max_new_tokens}; allowed: at most {max_positions} together, the positions that the backbone "
+            "has; lower one of the two"
+        )
 
 
 def token_ids(row: Mapping[str, str], prefix_tokens: int, tokenizer: Any) -> list[int]:

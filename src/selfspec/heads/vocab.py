@@ -24,6 +24,10 @@ class DraftVocab:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def to(self, device: torch.device) -> DraftVocab:
+        """The same vocabulary on ``device``."""
+        return self if self.ids.device == device else DraftVocab(self.ids.to(device), len(self.index))
+
     @property
     def whole(self) -> bool:
         """Whether every token can be drafted."""

@@ -79,14 +79,12 @@ class Tally:
     count: Tensor
 
     @classmethod
-    def zeros(cls, depths: int) -> Tally:
-        return cls(*(torch.zeros(depths, dtype=torch.float64) for _ in range(4)))
+    def zeros(cls, depths: int, device: torch.device | None = None) -> Tally:
+        return cls(*(torch.zeros(depths, dtype=torch.float64, device=device) for _ in range(4)))
 
     def add(self, other: Tally) -> None:
-        self.loss += other.loss
-        self.match += other.match
-        self.alpha += other.alpha
-        self.count += other.count
+        for name, total in vars(self).items():
+            total += getattr(other, name).to(total.device)
 
 
 class _Buffers:
@@ -330,7 +328,7 @@ class _Sweep:
         rows = min(self.step, len(packed.anchors)) * packed.depths
         like = torch.empty(0, len(scorer.vocab), dtype=_wide(self.source).dtype, device=self.source.device)
         self.buffers = _Buffers(rows, like)
-        self.tally = Tally.zeros(packed.depths)
+        self.tally = Tally.zeros(packed.depths, self.source.device)
         self.tally.count = count.double()
 
     @torch.no_grad()

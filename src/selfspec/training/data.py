@@ -28,12 +28,15 @@ class Batch:
     lse: Tensor
     ids: list[str]
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on ``device``."""
+        return Batch(self.packed.to(device), self.hidden.to(device), self.lse.to(device), self.ids)
+
 
 class Dataset:
     """Completions and their cached states, addressable by batch."""
 
     def __init__(self, completions: Sequence[Completion], states: StoredStates, depths: int) -> None:
-        # A completion of one token teaches nothing beyond the backbone's own next token.
         self.completions = completions
         self.states = states
         self.depths = depths
@@ -42,6 +45,7 @@ class Dataset:
             self.offsets.append(self.offsets[-1] + completion.length)
         if self.offsets[-1] != len(states):
             raise ValueError(f"{len(states)} hidden states for {self.offsets[-1]} tokens: rerun distill")
+        # A completion of one token teaches nothing beyond the backbone's own next token.
         self.usable = [i for i, completion in enumerate(completions) if len(completion.completion_ids) > 1]
 
     def batch(self, indices: Sequence[int]) -> Batch:

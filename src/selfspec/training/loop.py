@@ -79,6 +79,15 @@ class MasterWeights:
             working.copy_(master)
 
 
+def _refuse_empty(train: Dataset, validation: Dataset) -> None:
+    for name, data in (("train", train), ("validation", validation)):
+        if not data.usable:
+            raise TrainingError(
+                f"distill.prompts.{name}: no completion of more than one token to train or validate on; "
+                f"ask for more prompts or other domains, or raise distill.max_new_tokens"
+            )
+
+
 @dataclass
 class Curve:
     """Rows of the training history (schema: docs/metrics.md)."""
@@ -87,7 +96,7 @@ class Curve:
 
     def add(self, step: int, epoch: float, split: str, tally: Tally, learning_rate: float, norm: float | None) -> None:
         for depth in range(len(tally.count)):
-            count = float(tally.count[depth])
+            count = max(float(tally.count[depth]), 1.0)  # a depth that no completion reaches has sums of 0
             measured = split == "validation"
             self.rows.append(
                 {
@@ -132,13 +141,17 @@ class Trainer:
         self.head, self.objective, self.config, self.seed = head, objective, config, seed
         self.train, self.validation = train, validation
         self.embedding = input_embeddings(model).detach().to(self.dtype)
-        self.scorer = Scorer.of(output_projection(model).detach(), vocab, self.dtype)
+        self.device = self.embedding.device
+        head.to(self.device)
+        self.scorer = Scorer.of(output_projection(model).detach(), vocab.to(self.device), self.dtype)
         longest = max(c.length for c in [*train.completions, *validation.completions])
         self.rotary = RotaryTable(model, longest + head.depths, self.dtype)
-        self.weights = depth_weights(head.depths, depth_decay)
+        self.weights = depth_weights(head.depths, depth_decay).to(self.device)
+        _refuse_empty(train, validation)
         self.masters = MasterWeights(head, self.dtype)
         self.curve = Curve([])
-        self.threads = min(torch.get_num_threads(), 2)
+        self.all_threads = torch.get_num_threads()
+        self.threads = min(self.all_threads, 2) if self.device.type == "cpu" else 1
         self.pool = ThreadPoolExecutor(self.threads)
 
     def run(self) -> Curve:
@@ -161,7 +174,7 @@ class Trainer:
                 rate = config.learning_rate * factor(step - 1)
                 for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                     group["lr"] = rate
-                parts = self.train.parts(next(batches), self.threads)
+                parts = [part.to(self.device) for part in self.train.parts(next(batches), self.threads)]
                 tally, norm = self.step(parts, optimizers)
                 if not math.isfinite(norm):
                     records = ", ".join(name for part in parts for name in part.ids)
@@ -175,7 +188,7 @@ class Trainer:
                 if step % _LOG_EVERY == 0 or step == steps:
                     done = _LOG_EVERY if step % _LOG_EVERY == 0 else step % _LOG_EVERY
                     self.curve.add(step, step / per_epoch, "train", recent, rate, norms / done)
-                    mean = float((recent.loss / recent.count) @ self.weights.double())
+                    mean = float((recent.loss / recent.count.clamp(min=1)) @ self.weights.double().cpu())
                     speed = anchors / max(progress.format_dict["elapsed"], 1e-9)
                     progress.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} anchors/s")
                     recent, norms = Tally.zeros(self.head.depths), 0.0
@@ -230,7 +243,7 @@ class Trainer:
         try:
             return list(self.pool.map(alone, *arguments))
         finally:
-            torch.set_num_threads(self.threads)
+            torch.set_num_threads(self.all_threads)
 
     def _states(self, batch: Batch) -> list[Tensor]:
         return self.head(batch.packed, batch.hidden.to(self.dtype), self.embedding, self.rotary)
@@ -268,9 +281,9 @@ class Trainer:
     def _validate(self, step: int, epoch: float, rate: float, progress: tqdm[Any]) -> None:
         total = Tally.zeros(self.head.depths)
         for batch in self.validation.once(self.config.batch_sequences):
-            total.add(self.measure(batch))
+            total.add(self.measure(batch.to(self.device)))
         self.curve.add(step, epoch, "validation", total, rate, None)
-        match = (total.match / total.count).tolist()
+        match = (total.match / total.count.clamp(min=1)).tolist()
         progress.write(f"epoch {epoch:.2f}: validation match " + " / ".join(f"{m:.3f}" for m in match))
         if match[0] > 0.97:
             progress.write(
