@@ -116,6 +116,7 @@ def complete(cfg: Config, every: list[Prompt]) -> tuple[Journal, float, int]:
         batch_size=cfg.distill.batch_size,
         seed=cfg.seed,
         on_finished=finished,
+        store=journal.dtype,
         workers=torch.get_num_threads() if decoder.device.type == "cpu" else 1,
     )
     journal.flush()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from selfspec.heads.alignment import chain_mask, pack
+from selfspec.heads.alignment import pack
 
 
 @pytest.mark.parametrize("depths", [1, 2, 3, 5])
@@ -47,11 +47,3 @@ def test_nothing_crosses_a_document_boundary():
 def test_a_document_needs_prompt_and_completion(prompt):
     with pytest.raises(ValueError, match="document 0"):
         pack([torch.arange(5)], [prompt], 2)
-
-
-def test_a_chain_sees_verified_anchors_and_itself():
-    mask = chain_mask(torch.tensor([1, 2]), keys=4, depth=3)
-    depth_one = [[True, True, False, False], [True, True, True, False]]
-    own = [[True, False], [False, True]]
-    expected = [a + b + b for a, b in zip(depth_one, own, strict=True)]
-    assert mask.tolist() == expected

@@ -134,6 +134,22 @@ def test_sampled_states_belong_to_the_sampled_text(model):
         torch.testing.assert_close(of.lse, again.lse, atol=1e-4, rtol=1e-4)
 
 
+@torch.inference_mode()
+def test_a_narrow_store_teaches_what_it_holds(model):
+    """float32 arithmetic, 16 bits stored: tokens and normalisers are those of the rounded states, not of finer ones."""
+    finer = 0
+    for completion, of in _write(model, _prompts(), batch_size=4, store=torch.bfloat16).values():
+        assert of.hidden.dtype == torch.bfloat16
+        taught = slice(len(completion.prompt_ids) - 1, completion.length - 1)
+        logits = model.lm_head(of.hidden[taught].float())
+        torch.testing.assert_close(of.lse[taught], logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
+        assert logits.argmax(-1).tolist() == completion.completion_ids
+        again = states.recompute(Decoder(model), completion, torch.bfloat16)
+        torch.testing.assert_close(again.lse[taught], model.lm_head(again.hidden[taught].float()).logsumexp(-1))
+        finer += int(not torch.allclose(of.lse, states.recompute(Decoder(model), completion).lse, atol=1e-5))
+    assert finer  # the store does round
+
+
 def test_nothing_to_write_is_no_error(model):
     assert _write(model, []) == {}
 

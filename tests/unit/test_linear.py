@@ -107,3 +107,15 @@ class TestArithmetic:
         states.write(tmp_path, "train", [states.States(hidden, torch.zeros(6))], 6, 8, torch.bfloat16)
         stored = states.StoredStates.open(tmp_path, "train", torch.bfloat16).rows(0, 6).hidden
         assert torch.equal(stored, hidden.bfloat16())
+
+
+@pytest.mark.parametrize("row", [[float("nan")] * 24, [float("inf")] * 24, [1e-9 + 1e-12 * n for n in range(24)]])
+def test_a_row_that_16_bits_would_change_keeps_float32(row):
+    weight = torch.randn(40, 24).bfloat16().float()
+    weight[7] = torch.tensor(row)  # beside rows of ordinary size, which must not hide it
+    assert linear._fbgemm(weight, None) is None
+    found, expected = Linear(weight)(torch.eye(24)), weight.T
+    if weight[7].isfinite().all():
+        assert torch.allclose(found[:, 7], expected[:, 7], rtol=1e-5, atol=0)
+    else:
+        assert not found[:, 7].isfinite().any()

@@ -384,6 +384,35 @@ def test_the_curve_says_what_happened(model, tmp_path):
     assert len(lines) == 1 + len(rows)
 
 
+@pytest.mark.parametrize("empty", ["train", "validation"])
+def test_nothing_to_learn_from_is_said_before_training(model, tmp_path, empty):
+    data = _dataset(model, _completions(model, [(5, 6), (4, 7)]), tmp_path / "full")
+    nothing = _dataset(model, _completions(model, [(5, 1), (4, 1)]), tmp_path / "ones")
+    train, validation = (nothing, data) if empty == "train" else (data, nothing)
+    head = SharedHead(model, DEPTHS)
+    with pytest.raises(TrainingError, match=f"distill.prompts.{empty}: no completion of more than one token"):
+        Trainer(model, head, WHOLE, losses.Objective("ce"), _config(), 0.8, train, validation, 3)
+
+
+def test_a_depth_that_no_completion_reaches_has_a_curve_without_it(model, tmp_path):
+    data = _dataset(model, _completions(model, [(1, 2), (1, 2)]), tmp_path)
+    trainer = Trainer(model, SharedHead(model, DEPTHS), WHOLE, losses.Objective("ce"), _config(), 0.8, data, data, 3)
+    rows = trainer.run().rows
+    assert [row["loss"] for row in rows if row["depth"] == 3] == [0.0] * (len(rows) // DEPTHS)
+    assert all(math.isfinite(row["loss"]) for row in rows)
+
+
+def test_training_gives_the_caller_its_threads_back(model, tmp_path):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        data = _dataset(model, _completions(model, [(5, 6), (4, 7)]), tmp_path)
+        Trainer(model, SharedHead(model, DEPTHS), WHOLE, losses.Objective("ce"), _config(), 0.8, data, data, 3).run()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_broken_record_is_named(model, tmp_path, value):
     completions = _completions(model, [(5, 4), (3, 3), (6, 4)])

@@ -42,11 +42,12 @@ class States:
     lse: Tensor
 
 
-def recompute(decoder: Decoder, completion: Completion) -> States:
-    """The states by a plain forward pass over the stored tokens."""
+def recompute(decoder: Decoder, completion: Completion, store: torch.dtype | None = None) -> States:
+    """The states by a plain forward pass over the stored tokens, rounded to ``store`` (else the decoder's dtype)."""
     prompt = len(completion.prompt_ids)
     _, (hidden,) = decoder.prefill([completion.tokens], completion.length)
-    taught = hidden[prompt - 1 : -1]
+    hidden = hidden.to(store or decoder.dtype)
+    taught = hidden[prompt - 1 : -1].to(decoder.dtype)
     lse = torch.zeros(completion.length)
     lse[prompt - 1 : -1] = torch.cat([decoder.logits(part).float().logsumexp(-1) for part in taught.split(_LOGIT_ROWS)])
     hidden = hidden.clone()

@@ -27,13 +27,13 @@ _PREFILL_TOKENS = 4096
 class _Rows:
     """The rows being decoded: cache, last token, and what each has written and thought so far."""
 
-    def __init__(self, decoder: Decoder, rows: int, capacity: int) -> None:
+    def __init__(self, decoder: Decoder, rows: int, capacity: int, store: torch.dtype) -> None:
         self.cache: RaggedCache = decoder.new_cache(rows, capacity)
         self.prompts: list[Prompt | None] = [None] * rows
         self.written: list[list[int]] = [[] for _ in range(rows)]
         self.last = torch.zeros(rows, dtype=torch.long, device=decoder.device)
         width = decoder.lm_head.shape[1]
-        self.hidden = torch.zeros(rows, capacity, width, dtype=decoder.dtype, device=decoder.device)
+        self.hidden = torch.zeros(rows, capacity, width, dtype=store, device=decoder.device)
         self.lse = torch.zeros(rows, capacity, device=decoder.device)
 
     def free(self) -> list[int]:
@@ -70,6 +70,7 @@ def write_completions(
     batch_size: int,
     seed: int,
     on_finished: Callable[[Completion, States], None],
+    store: torch.dtype | None = None,
     workers: int = 1,
     description: str = "distilling",
 ) -> None:
@@ -77,6 +78,8 @@ def write_completions(
 
     Args:
         batch_size: rows decoded together, over all workers.
+        store: dtype that the states are kept in (default: the decoder's own). Tokens and log-normalisers come
+            from states rounded so: what is taught is then exactly what the stored states say.
         workers: threads that share the prompts, each with rows of its own and one CPU thread for its
             arithmetic. Two workers of 64 rows beat one of 128 on two cores: no kernel waits for the other core.
     """
@@ -94,7 +97,9 @@ def write_completions(
             generator = torch.Generator(device=decoder.device).manual_seed(seed + number)
             rows = max(1, min(batch_size, len(prompts)) // workers)
             with torch.inference_mode():
-                _Worker(decoder, queue, rows, ends, max_new_tokens, temperature, generator, tally).run()
+                _Worker(
+                    decoder, queue, rows, store or decoder.dtype, ends, max_new_tokens, temperature, generator, tally
+                ).run()
 
         if workers == 1:
             work(0)
@@ -158,6 +163,7 @@ class _Worker:
         decoder: Decoder,
         queue: _Queue,
         rows: int,
+        store: torch.dtype,
         ends: frozenset[int],
         max_new_tokens: int,
         temperature: float,
@@ -165,7 +171,8 @@ class _Worker:
         tally: _Tally,
     ) -> None:
         self.decoder, self.queue, self.tally = decoder, queue, tally
-        self.rows = _Rows(decoder, rows, queue.limit)
+        self.rows = _Rows(decoder, rows, queue.limit, store)
+        self.store = store
         self.ends, self.max_new_tokens = ends, max_new_tokens
         self.temperature, self.generator = temperature, generator
 
@@ -186,8 +193,8 @@ class _Worker:
     def _step(self) -> None:
         """One token for every busy row; free rows compute along and are ignored."""
         rows, decoder = self.rows, self.decoder
-        hidden = decoder.forward(rows.last[:, None], rows.cache)[:, 0]
-        logits = decoder.logits(hidden).float()
+        hidden = decoder.forward(rows.last[:, None], rows.cache)[:, 0].to(self.store)
+        logits = decoder.logits(hidden.to(decoder.dtype)).float()
         every, position = torch.arange(len(rows.prompts)), torch.tensor(rows.cache.lengths)
         rows.hidden[every, position] = hidden
         rows.lse[every, position] = logits.logsumexp(-1)
@@ -208,7 +215,8 @@ class _Worker:
         lengths = [len(prompt.prompt_ids) for prompt in admitted]
         cache, hidden = decoder.prefill([prompt.prompt_ids for prompt in admitted], max(lengths))
         rows.cache.copy_rows(cache, chosen)
-        logits = decoder.logits(torch.stack([state[-1] for state in hidden])).float()
+        last = torch.stack([state[-1] for state in hidden]).to(self.store)
+        logits = decoder.logits(last.to(decoder.dtype)).float()
         lse = logits.logsumexp(-1)
         first = pick(logits, self.temperature, self.generator)
         rows.last[torch.tensor(chosen, device=first.device)] = first

@@ -101,20 +101,3 @@ def pack(tokens: list[Tensor], prompt_lengths: list[int], depths: int) -> Packed
         rows=torch.cat(rows, dim=1),
         mask=torch.cat(masks, dim=1),
     )
-
-
-def chain_mask(anchors: Tensor, keys: int, depth: int) -> Tensor:
-    """Which keys a chain sees at ``depth``, as serving has them.
-
-    Keys are laid out as: depth-1 keys of all ``keys`` positions of the document, then the depth-2
-    keys of its active anchors, then depth 3, and so on up to ``depth``.
-
-    Args:
-        anchors: ``[A]`` positions of the document's active anchors.
-
-    Returns:
-        ``[A, keys + (depth - 1) * A]`` booleans: depth-1 keys of anchors <= i, and the own chain's later keys.
-    """
-    first = torch.arange(keys, device=anchors.device) <= anchors[:, None]
-    own = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device)
-    return torch.cat([first] + [own] * (depth - 1), dim=1)

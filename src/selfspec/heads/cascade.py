@@ -126,6 +126,6 @@ class CascadeHead(Head):
                 k, v = block.kv(x, cos, sin)
                 x = x[anchors]
                 q, _, _ = block.qkv(x, cos[anchors], sin[anchors])
-                attended = attend_chains(q, [k], [v], documents, 1, self.scale)
+                attended = attend_chains(q, [k], [v], documents, self.scale)
                 states.append(layer.post_norm(block.finish(x, attended)))
         return states

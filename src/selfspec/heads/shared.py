@@ -18,7 +18,7 @@ from selfspec.backbones.decoder import embed
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
-from selfspec.heads.attention import Layout, attend_causal, attend_chains, layout
+from selfspec.heads.attention import Document, attend_causal, attend_chains, layout
 from selfspec.heads.protocol import Head
 
 
@@ -90,7 +90,7 @@ class SharedHead(Head):
                 q, k, v = block.qkv(x, cos, sin)
                 seen_keys.append(k)
                 seen_values.append(v)
-                x = block.finish(x, attend_chains(q, seen_keys, seen_values, documents, depth, self.scale))
+                x = block.finish(x, attend_chains(q, seen_keys, seen_values, documents, self.scale))
             states.append(self.post_norm(x))
         return states
 
@@ -101,7 +101,7 @@ class SharedHead(Head):
         embedding: Tensor,
         rotary: RotaryTable,
         blocks: list[Block],
-        documents: Layout,
+        documents: list[Document],
     ) -> tuple[Tensor, list[list[Tensor]], list[list[Tensor]]]:
         """The last layer's output ``[A, H]`` at anchors; by layer, lists that start with all tokens' keys, values."""
         first = embed(packed.tokens[packed.next_token], embedding, self.embedding_scale)
@@ -119,5 +119,5 @@ class SharedHead(Head):
         values.append([v])
         x = x[packed.anchors]
         q, _, _ = blocks[-1].qkv(x, cos[packed.anchors], sin[packed.anchors])
-        x = blocks[-1].finish(x, attend_chains(q, keys[-1], values[-1], documents, 1, self.scale))
+        x = blocks[-1].finish(x, attend_chains(q, keys[-1], values[-1], documents, self.scale))
         return x, keys, values
