@@ -84,6 +84,12 @@ given = $(if $(filter command line,$(origin $(1))),$($(1)))
 recipe: $(READY)  ## write params.yaml from recipes/NAME.yaml and print what changed; without NAME, list the recipes
 	python -m tools.recipe $(call given,NAME) $(if $(call given,FORCE),--force)
 
+.PHONY: ablations
+ablations: $(READY)  ## one experiment a head, loss and initialisation; table and figure in reports/ (hours)
+	python -m tools.ablations queue
+	dvc exp run --run-all --jobs 1
+	python -m tools.ablations collect
+
 .PHONY: hooks
 hooks: $(READY)  ## run the linters before each commit
 	pre-commit install

@@ -181,6 +181,35 @@ class TestExperiment:
         assert "low-eta" in project.dvc("exp", "list", "--name-only")
 
 
+@pytest.mark.usefixtures("experiment")
+def test_ablation_rows_run_once_and_are_collected(project):
+    """`make ablations`, two rows of it; the first is what has run already."""
+    rows = ("--rows", "lk_hybrid", "kl")
+    ablations = ("python", "-m", "tools.ablations")
+    early = project.run(*ablations, "collect", *rows, check=False)
+    assert early.returncode == 2
+    assert early.stdout.startswith("error: rows: lk_hybrid, kl have not run under these parameters")
+    assert "2 of 2 rows queued: lk_hybrid, kl" in project.run(*ablations, "queue", *rows).stdout
+    ran = project.dvc("exp", "run", "--run-all", "--jobs", "1")
+    assert sorted(projects.stages_run(ran)) == ["accept", "train_kl"]
+    assert "0 of 2 rows queued" in project.run(*ablations, "queue", *rows).stdout
+    project.run(*ablations, "collect", *rows)
+    cells = {
+        (row["row"], row["domain"], row["metric"], row["depth"]): row["value"]
+        for row in _rows(project, "reports/ablations.csv")
+    }
+    assert {row for row, *_ in cells} == {"lk_hybrid", "kl"}
+    measured = {
+        (row["domain"], row["metric"], row["depth"]): row["value"]
+        for row in _rows(project, "reports/accept.csv")
+        if row["mode"] == "teacher_forced" and row["source"] == "all"
+    }
+    for (row, *cell), value in cells.items():
+        assert row == "kl" or value == measured[tuple(cell)]  # the first row's are the workspace's own
+    assert (project.root / "reports/figures/ablations.png").stat().st_size > 1000
+    assert "| kl | `loss.name=kl` |" in (project.root / "reports/ablations.md").read_text()
+
+
 def test_a_copy_runs_its_own_code_and_not_the_installed_one(project):
     """`dvc exp run --temp` and `--queue` work in copies, while the environment points at the original."""
     done = project.run("python", "-c", "import stages, selfspec; print(selfspec.__file__)")

@@ -1,0 +1,213 @@
+"""Which head, loss and initialisation is best: one experiment a row, everything else as params.yaml has it.
+
+``make ablations`` queues the rows, runs them one after the other and writes ``reports/ablations.csv``,
+``reports/ablations.md`` and ``reports/figures/ablations.png``. A row that has run under the same
+parameters is not run again. Stages before the first one that a row changes are not rerun either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import yaml
+
+from selfspec.errors import SelfspecError
+from tools.recipe import merge
+
+ROWS: dict[str, dict[str, Any]] = {
+    "lk_hybrid": {"loss": {"name": "lk_hybrid"}},
+    "lk_nll": {"loss": {"name": "lk_nll"}},
+    "chain": {"loss": {"name": "chain"}},
+    "kl": {"loss": {"name": "kl"}},
+    "cascade": {"head": {"type": "cascade"}},
+    "parallel": {"head": {"type": "parallel"}},
+    "last_layer": {"head": {"init": "last_layer"}},
+}
+"""What each row changes in params.yaml."""
+
+METRICS = ("match", "tokens_per_round")
+"""Of ``reports/accept.csv``, teacher-forced; ``match`` by depth."""
+
+PREFIX = "ablation-"
+COLUMNS = ["row", "changes", "domain", "metric", "depth", "value", "low", "high", "prompts"]
+ACCEPT = "reports/accept.csv"
+
+
+class AblationError(SelfspecError):
+    """A row is unknown, or has not run under these parameters."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One experiment: its name in the table, what it changes, and its acceptance by domain and metric."""
+
+    name: str
+    changes: str
+    cells: list[dict[str, str]]
+
+
+def expected(base: dict[str, Any], name: str) -> dict[str, Any]:
+    """The parameters of row ``name`` over ``base``."""
+    params: dict[str, Any] = yaml.safe_load(yaml.safe_dump(base))
+    merge(params, ROWS[name])
+    return params
+
+
+def assignments(name: str) -> list[str]:
+    """A row's changes as dvc's ``-S`` takes them."""
+    return [f"{section}.{key}={value}" for section, keys in ROWS[name].items() for key, value in keys.items()]
+
+
+def experiment(base: dict[str, Any], name: str) -> str:
+    """What a row's experiment is called: other parameters or code, another name, so none has to go for a new one."""
+    settings = json.dumps(expected(base, name), sort_keys=True) + _git("rev-parse", "HEAD:src", "HEAD:stages")
+    return f"{PREFIX}{name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def found(base: dict[str, Any], name: str) -> str | None:
+    """The newest commit of an experiment that ran under row ``name``'s parameters and this code; none: None."""
+    listed = _git("for-each-ref", "--sort=-committerdate", "--format=%(objectname) %(refname)", "refs/exps")
+    wanted = experiment(base, name)
+    commits = (line.split(" ")[0] for line in listed.splitlines() if line.rsplit("/", 1)[-1] == wanted)
+    return next(commits, None)
+
+
+def queue(base: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Queue the rows that have not run yet; returns their names."""
+    missing = [name for name in names if found(base, name) is None]
+    for name in missing:
+        settings = [part for assignment in assignments(name) for part in ("--set-param", assignment)]
+        command = ["dvc", "exp", "run", "--queue", "--name", experiment(base, name), *settings, "accept"]
+        subprocess.run(command, check=True)
+    return missing
+
+
+def collect(base: dict[str, Any], names: Iterable[str]) -> list[Row]:
+    """The rows' acceptance out of their experiments.
+
+    Raises:
+        AblationError: a row has not run under these parameters.
+    """
+    commits = {name: found(base, name) for name in names}
+    missing = [name for name, commit in commits.items() if commit is None]
+    if missing:
+        raise AblationError(
+            f"rows: {', '.join(missing)} have not run under these parameters; `make ablations` runs them, "
+            "`dvc queue status` and `dvc queue logs` show why one failed"
+        )
+    rows = []
+    for name, commit in commits.items():
+        lines = csv.DictReader(io.StringIO(_git("show", f"{commit}:{ACCEPT}")))
+        cells = [
+            line
+            for line in lines
+            if line["mode"] == "teacher_forced" and line["source"] == "all" and line["metric"] in METRICS
+        ]
+        rows.append(Row(name, ", ".join(assignments(name)), cells))
+    return rows
+
+
+def write(rows: Sequence[Row], folder: Path) -> None:
+    """Write table, page and figure into ``folder``."""
+    with (folder / "ablations.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerows({**cell, "row": row.name, "changes": row.changes} for cell in row.cells)
+    (folder / "ablations.md").write_text(page(rows))
+    figure(rows, folder / "figures" / "ablations.png")
+
+
+def _named(row: Row, domain: str) -> dict[str, dict[str, str]]:
+    """A row's cells of one domain by what the table calls them."""
+    return {
+        f"match {cell['depth']}" if cell["metric"] == "match" else "tokens per round": cell
+        for cell in row.cells
+        if cell["domain"] == domain
+    }
+
+
+def _domains(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(cell["domain"] for cell in rows[0].cells))
+
+
+def page(rows: Sequence[Row]) -> str:
+    """A table a domain, the rows in the order given."""
+    lines = [
+        "Acceptance on held-out prompts, teacher-forced on the backbone's own completions, with 95 % bootstrap",
+        "intervals over prompts. The same data and seed throughout; each row changes params.yaml as it says.",
+    ]
+    for domain in _domains(rows):
+        columns = list(_named(rows[0], domain))
+        prompts = _named(rows[0], domain)[columns[0]]["prompts"]
+        lines += ["", f"**{domain}** ({prompts} prompts)", ""]
+        lines += [f"| row | changes | {' | '.join(columns)} |", "| --- | --- |" + " ---: |" * len(columns)]
+        for row in rows:
+            shown = []
+            for name, cell in _named(row, domain).items():
+                digits = 3 if name.startswith("match") else 2
+                value, low, high = (f"{float(cell[key]):.{digits}f}" for key in ("value", "low", "high"))
+                shown.append(f"{value} [{low}, {high}]")
+            lines.append(f"| {row.name} | `{row.changes}` | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(rows: Sequence[Row], path: Path) -> None:
+    """Tokens per round of every row, a panel a domain, with intervals."""
+    domains = _domains(rows)
+    made, axes = plt.subplots(
+        1, len(domains), figsize=(2.6 * len(domains) + 1, 0.35 * len(rows) + 1.2), sharey=True, squeeze=False
+    )
+    for axis, domain in zip(axes[0], domains, strict=True):
+        cells = [_named(row, domain)["tokens per round"] for row in rows]
+        values = [float(cell["value"]) for cell in cells]
+        below = [value - float(cell["low"]) for value, cell in zip(values, cells, strict=True)]
+        above = [float(cell["high"]) - value for value, cell in zip(values, cells, strict=True)]
+        axis.errorbar(values, range(len(rows)), xerr=[below, above], fmt="o", color="#0072b2", capsize=3)
+        axis.set(title=domain, xlabel="tokens per round")
+    axes[0][0].set_yticks(range(len(rows)), [row.name for row in rows])
+    axes[0][0].invert_yaxis()
+    made.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made.savefig(path, dpi=150)
+    plt.close(made)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=["queue", "collect"])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
+    options = parser.parse_args(arguments)
+    try:
+        unknown = [name for name in options.rows if name not in ROWS]
+        if unknown:
+            raise AblationError(f"rows: got {unknown[0]!r}, allowed: {', '.join(ROWS)}")
+        base = yaml.safe_load(Path("params.yaml").read_text())
+        if options.step == "queue":
+            missing = queue(base, options.rows)
+            print(f"{len(missing)} of {len(options.rows)} rows queued: {', '.join(missing) or 'all have run'}")
+        else:
+            write(collect(base, options.rows), Path("reports"))
+    except SelfspecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
