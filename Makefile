@@ -85,7 +85,7 @@ recipe: $(READY)  ## write params.yaml from recipes/NAME.yaml and print what cha
 	python -m tools.recipe $(call given,NAME) $(if $(call given,FORCE),--force)
 
 .PHONY: ablations
-ablations: $(READY)  ## one experiment a head, loss and initialisation; table and figure in reports/ (hours)
+ablations: $(READY)  ## an experiment for each of several losses, heads and initialisations, into reports/ablations.* (hours)
 	python -m tools.ablations queue
 	dvc exp run --run-all --jobs 1
 	python -m tools.ablations collect

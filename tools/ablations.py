@@ -1,8 +1,8 @@
 """Which head, loss and initialisation is best: one experiment a row, everything else as params.yaml has it.
 
 ``make ablations`` queues the rows, runs them one after the other and writes ``reports/ablations.csv``,
-``reports/ablations.md`` and ``reports/figures/ablations.png``. A row that has run under the same
-parameters is not run again. Stages before the first one that a row changes are not rerun either.
+``reports/ablations.md`` and ``reports/ablations.png``. A row that has run under the same parameters
+and code is not run again. Stages before the first one that a row changes are not rerun either.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import yaml
 
+from selfspec import config
 from selfspec.errors import SelfspecError
 from tools.recipe import merge
 
@@ -45,7 +46,7 @@ ACCEPT = "reports/accept.csv"
 
 
 class AblationError(SelfspecError):
-    """A row is unknown, or has not run under these parameters."""
+    """A row is unknown or has not run under these parameters, or code is not committed."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,20 @@ def found(base: dict[str, Any], name: str) -> str | None:
     return next(commits, None)
 
 
-def queue(base: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Queue the rows that have not run yet; returns their names."""
+def queue(base: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Queue the rows that have not run yet; returns their names.
+
+    Raises:
+        AblationError: code has edits that git does not hold: the name of an experiment would not tell them.
+        ConfigError: a row breaks the schema.
+    """
+    edited = _git("status", "--porcelain", "--", "src", "stages").split("\n")[0].strip()
+    if edited:
+        raise AblationError(
+            f"code: {edited!r} is not committed, allowed: no edits in src or stages; commit or stash them"
+        )
+    for name in names:
+        config.parse(expected(base, name))
     missing = [name for name in names if found(base, name) is None]
     for name in missing:
         settings = [part for assignment in assignments(name) for part in ("--set-param", assignment)]
@@ -97,7 +110,7 @@ def queue(base: dict[str, Any], names: Iterable[str]) -> list[str]:
     return missing
 
 
-def collect(base: dict[str, Any], names: Iterable[str]) -> list[Row]:
+def collect(base: dict[str, Any], names: Sequence[str]) -> list[Row]:
     """The rows' acceptance out of their experiments.
 
     Raises:
@@ -130,7 +143,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
         for row in rows:
             writer.writerows({**cell, "row": row.name, "changes": row.changes} for cell in row.cells)
     (folder / "ablations.md").write_text(page(rows))
-    figure(rows, folder / "figures" / "ablations.png")
+    figure(rows, folder / "ablations.png")  # not among reports/figures, which are an output of stage report
 
 
 def _named(row: Row, domain: str) -> dict[str, dict[str, str]]:
@@ -183,7 +196,6 @@ def figure(rows: Sequence[Row], path: Path) -> None:
     axes[0][0].set_yticks(range(len(rows)), [row.name for row in rows])
     axes[0][0].invert_yaxis()
     made.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(path, dpi=150)
     plt.close(made)
 
@@ -198,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         unknown = [name for name in options.rows if name not in ROWS]
         if unknown:
             raise AblationError(f"rows: got {unknown[0]!r}, allowed: {', '.join(ROWS)}")
+        config.load()
         base = yaml.safe_load(Path("params.yaml").read_text())
         if options.step == "queue":
             missing = queue(base, options.rows)

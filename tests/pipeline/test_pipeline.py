@@ -186,6 +186,13 @@ def test_ablation_rows_run_once_and_are_collected(project):
     """`make ablations`, two rows of it; the first is what has run already."""
     rows = ("--rows", "lk_hybrid", "kl")
     ablations = ("python", "-m", "tools.ablations")
+    code = project.root / "src/selfspec/errors.py"
+    kept = code.read_text()
+    code.write_text(kept + "\n# an edit\n")
+    edited = project.run(*ablations, "queue", *rows, check=False)
+    code.write_text(kept)
+    assert (edited.returncode, edited.stdout.count("\n")) == (2, 1), edited.stdout
+    assert "src/selfspec/errors.py' is not committed" in edited.stdout
     early = project.run(*ablations, "collect", *rows, check=False)
     assert early.returncode == 2
     assert early.stdout.startswith("error: rows: lk_hybrid, kl have not run under these parameters")
@@ -206,7 +213,8 @@ def test_ablation_rows_run_once_and_are_collected(project):
     }
     for (row, *cell), value in cells.items():
         assert row == "kl" or value == measured[tuple(cell)]  # the first row's are the workspace's own
-    assert (project.root / "reports/figures/ablations.png").stat().st_size > 1000
+    assert (project.root / "reports/ablations.png").stat().st_size > 1000
+    assert "up to date" in project.dvc("status")  # no stage's output was touched
     assert "| kl | `loss.name=kl` |" in (project.root / "reports/ablations.md").read_text()
 
 
