@@ -255,7 +255,7 @@ class TrainConfig(_Section):
 
 
 class LossConfig(_Section):
-    name: Literal["kl", "reverse_kl", "js", "tv", "lk_hybrid", "lk_nll", "chain"]
+    name: Literal["ce", "kl", "reverse_kl", "js", "tv", "lk_hybrid", "lk_nll", "chain"]
     eta: NaturalFloat
     temperature: PositiveFloat
     ce_weight: NaturalFloat
