@@ -88,11 +88,11 @@ def main(cfg: Config) -> None:
 
 def complete(cfg: Config, every: list[Prompt]) -> tuple[Journal, float, int]:
     """Write what the journal lacks; returns it with the seconds spent and the tokens written in this process."""
-    decoder = Decoder(load.load_model(cfg.backbone))
+    decoder = Decoder(load.load_model(cfg.backbone), middle_layers=cfg.head.middle_layers)
     prompts.check_context(cfg.distill, decoder.max_positions)
     journal = Journal(
         JOURNALS,
-        key_of([cfg.seed, cfg.backbone.model_dump(), cfg.distill.model_dump()], every),
+        key_of([cfg.seed, cfg.backbone.model_dump(), cfg.distill.model_dump(), cfg.head.middle_layers], every),
         cfg.distill.records_per_shard,
         load.DTYPES[cfg.backbone.dtype],
     )

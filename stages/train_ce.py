@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from selfspec.backbones import load
+from selfspec.backbones import load, middle
 from selfspec.config import Config
 from selfspec.heads import build, checkpoint, vocab
 from selfspec.losses import Objective
@@ -17,7 +17,8 @@ from stages._run import run
 def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     model = load.load_model(cfg.backbone)
-    train, validation = datasets(cfg.backbone, cfg.head.depths)
+    width = middle.width(model.config.hidden_size, cfg.head.middle_layers)
+    train, validation = datasets(cfg.backbone, cfg.head.depths, width)
     tokens = {
         name: torch.cat([torch.tensor(c.completion_ids) for c in data.completions])
         for name, data in (("train", train), ("validation", validation))

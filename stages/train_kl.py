@@ -17,7 +17,7 @@ def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     model = load.load_model(cfg.backbone)
     trained = checkpoint.load(Path("models/head_ce"), model, torch.float32)
-    train, validation = datasets(cfg.backbone, trained.module.depths)
+    train, validation = datasets(cfg.backbone, trained.module.depths, trained.module.state_width)
     loss = Objective(**cfg.loss.model_dump())
     trainer = Trainer(
         model,

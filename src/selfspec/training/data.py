@@ -18,7 +18,7 @@ class Batch:
     """Packed completions.
 
     Attributes:
-        hidden: ``[N, H]`` final-norm states of the backbone.
+        hidden: ``[N, W]`` final-norm states of the backbone, with those of the head's middle layers.
         lse: ``[P]`` log-normalisers of the teacher's distribution at ``packed.teachers``.
         ids: record ids, for error messages.
     """

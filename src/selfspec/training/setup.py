@@ -17,12 +17,16 @@ from selfspec.distill.states import StoredStates
 from selfspec.training.data import Dataset
 
 
-def datasets(backbone: BackboneConfig, depths: int, data: Path = Path("data")) -> tuple[Dataset, Dataset]:
-    """Training and validation completions with their hidden states."""
+def datasets(backbone: BackboneConfig, depths: int, width: int, data: Path = Path("data")) -> tuple[Dataset, Dataset]:
+    """Training and validation completions with their hidden states of ``width`` columns.
+
+    Raises:
+        StatesError: other states are stored.
+    """
     train, validation = (
         Dataset(
             records.read(data / "distill" / split),
-            StoredStates.open(data / "hidden", split, DTYPES[backbone.dtype]),
+            StoredStates.open(data / "hidden", split, DTYPES[backbone.dtype], width),
             depths,
         )
         for split in ("train", "validation")
