@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
 
+from selfspec.backbones import middle
 from selfspec.backbones.block import check_supported, norm_function
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.load import BackboneError
@@ -89,10 +90,28 @@ def test_middle_states_are_transformers_own_over_their_root_mean_square(name, la
     for text, n, before, after in zip(texts, cut, hidden, steps, strict=True):
         expected = tiny_heads.backbone_states(model, text, layers)
         _close(torch.cat([before, after]), expected[: n + 5])
-        middle = expected[:, 32:].unflatten(-1, (len(layers), 32))
-        torch.testing.assert_close(middle.square().mean(-1), torch.ones(len(text), len(layers)), atol=1e-4, rtol=0)
+        beside = expected[:, 32:].unflatten(-1, (len(layers), 32))
+        torch.testing.assert_close(beside.square().mean(-1), torch.ones(len(text), len(layers)), atol=1e-4, rtol=0)
         assert torch.equal(decoder.logits(after), plain.logits(after[:, :32].contiguous()))
         torch.testing.assert_close(decoder.logits(after), model.lm_head(expected[n : n + 5, :32]), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_pass_through_normalised_middle_states(dtype):
+    """Layers below a middle one may be trained."""
+    x = (torch.randn(3, 8) * 5).to(dtype)
+    x[2] = 0
+    ours, plain = x.clone().requires_grad_(), x.float().requires_grad_()
+    slope = torch.randn(3, 8)
+    normalised = middle.normalised(ours)
+    expected = plain / (plain.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
+    assert normalised.dtype == dtype
+    torch.testing.assert_close(normalised.float(), expected, **close)
+    (normalised * slope.to(dtype)).sum().backward()
+    (expected * slope.to(dtype).float()).sum().backward()
+    torch.testing.assert_close(ours.grad[:2].float(), plain.grad[:2], **close)
+    assert ours.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("layers", [[0], [4], [1, 4], [2, 1], [2, 2]], ids=str)

@@ -40,9 +40,10 @@ def width(hidden_size: int, layers: Sized) -> int:
 
 
 def normalised(x: Tensor) -> Tensor:
-    """The residual stream ``[..., H]`` over its root mean square, which is computed in float32."""
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return (x * scale.square_().div_(x.shape[-1]).add_(_EPSILON).rsqrt_()).to(x.dtype)
+    """The residual stream ``[..., H]`` over its root mean square, which is computed in float32; differentiable."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    # The norm itself stays as it is: its gradient reads it.
+    return (x * norm.square().div_(x.shape[-1]).add_(_EPSILON).rsqrt()).to(x.dtype)
 
 
 def split(state: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
