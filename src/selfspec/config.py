@@ -193,6 +193,8 @@ class DistillConfig(_Section):
     temperature: NaturalFloat
     batch_size: PositiveInt
     records_per_shard: PositiveInt
+    text: Literal["completions", "corpus"] = "completions"
+    states: Literal["cached", "live"] = "cached"
 
     @model_validator(mode="after")
     def _prefixes_fit(self) -> DistillConfig:
@@ -254,6 +256,18 @@ class TrainConfig(_Section):
     chunk_rows: PositiveInt
 
 
+class SharedTrainConfig(_Section):
+    """What both training stages share."""
+
+    data_fraction: UnitFloat = 1.0
+    on_policy: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_number)] = 0.0
+    micro_batch: NaturalInt = 0
+    resume_steps: NaturalInt = 0
+    unfrozen_layers: NaturalInt = 0
+    backbone_learning_rate: PositiveFloat = 1.0e-5
+    main_weight: NaturalFloat = 1.0
+
+
 class LossConfig(_Section):
     name: Literal["ce", "kl", "reverse_kl", "js", "tv", "lk_hybrid", "lk_nll", "chain"]
     eta: NaturalFloat
@@ -298,6 +312,7 @@ class Config(_Section):
     shard: ShardConfig
     distill: DistillConfig
     head: HeadConfig
+    train: SharedTrainConfig
     train_ce: TrainConfig
     train_kl: TrainConfig
     loss: LossConfig
@@ -314,6 +329,17 @@ class Config(_Section):
                 if count > self.head.depths:
                     allowed = f"at most head.depths, {self.head.depths}, with head.type: {self.head.type}"
                     raise rule(name, count, allowed, "lower it or raise head.depths")
+        return self
+
+    @model_validator(mode="after")
+    def _regimes_fit(self) -> Config:
+        """A backbone that changes has no states to keep; a head that reads no tokens has no drafts to read."""
+        if self.train.unfrozen_layers and self.distill.states == "cached":
+            allowed = f"live with train.unfrozen_layers: {self.train.unfrozen_layers}: a backbone in training changes"
+            raise rule("distill.states", self.distill.states, allowed, "set it to live, or unfreeze nothing")
+        if self.train.on_policy and self.head.type == "parallel":
+            allowed = "0 with head.type: parallel, which reads no drafts"
+            raise rule("train.on_policy", self.train.on_policy, allowed, "set it to 0, or choose another type")
         return self
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
 from selfspec.heads.attention import attend_causal, attend_chains, layout
 from selfspec.heads.encoder import EncoderLayer
-from selfspec.heads.protocol import Head
+from selfspec.heads.protocol import Drafts, Head
 from selfspec.heads.vocab import DraftVocab
 
 
@@ -102,7 +102,9 @@ class CascadeHead(Head):
         """The layers, depth 1 first."""
         return [layer for layer in self.layers if isinstance(layer, CascadeLayer)]
 
-    def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
+    def forward(
+        self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
+    ) -> list[Tensor]:
         """As ``Head.forward``. A depth runs at every token, because its keys and the next depth need it there.
 
         Raises:
@@ -115,7 +117,10 @@ class CascadeHead(Head):
         for depth, layer in enumerate(self.by_depth()[: packed.depths], start=1):
             # x[i+d]; clamped to the document's end, where the last d anchors give what no anchor with a loss sees.
             index = packed.next_token[index]
-            x = layer.combine(embed(packed.tokens[index], embedding, self.embedding_scale), state)
+            tokens = packed.tokens[index]
+            if drafts is not None and depth > 1:
+                tokens = drafts(depth, state, tokens)
+            x = layer.combine(embed(tokens, embedding, self.embedding_scale), state)
             cos, sin = rotary.at(packed.position[index] - 1)
             block = layer.block()
             if depth < packed.depths:

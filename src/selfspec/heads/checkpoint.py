@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.backbones import unfreeze
 from selfspec.backbones.load import arithmetic, input_embeddings
 from selfspec.errors import SelfspecError
 from selfspec.heads.build import KINDS, construct
@@ -27,11 +28,16 @@ class HeadError(SelfspecError):
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """A head with what it needs to draft."""
+    """A head with what it needs to draft.
+
+    Attributes:
+        backbone: float32 weights of the backbone that were trained together with the head, by name.
+    """
 
     module: Head
     vocab: DraftVocab
     facts: dict[str, Any]
+    backbone: dict[str, Tensor] = field(default_factory=dict)
 
     def output_rows(self, lm_head: Tensor, depths: int) -> list[Tensor]:
         """By depth, the rows ``[draft_vocab, H]`` that score its states: the head's own, or those of ``lm_head``."""
@@ -68,6 +74,8 @@ def check(directory: Path) -> None:
 def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> TrainedHead:
     """Read a head for ``model`` with weights of ``dtype`` (default: as the model computes).
 
+    Where the backbone was trained too, the model takes its trained weights over: arrange it for decoding afterwards.
+
     As with a backbone, the tensors' own dtype is the one to compute in (``backbones.load.arithmetic``).
 
     Raises:
@@ -82,6 +90,7 @@ def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = No
             f"vocabulary {facts['vocab_size']}) does not fit this backbone "
             f"(hidden {hidden}, vocabulary {vocab_size}); train one for it"
         )
+    exact = unfreeze.apply(model, directory)
     weight = input_embeddings(model)
     tensors = load_file(directory / "head.safetensors", device=str(weight.device))
     vocab = DraftVocab(tensors.pop(_VOCAB_KEY), vocab_size)
@@ -94,7 +103,7 @@ def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = No
             f"{directory}: head.safetensors does not hold what head.json says ({detail}); train it again"
         ) from None
     dtype = dtype or weight.dtype
-    return TrainedHead(head.to(device=weight.device, dtype=dtype).to(arithmetic(dtype)), vocab, facts)
+    return TrainedHead(head.to(device=weight.device, dtype=dtype).to(arithmetic(dtype)), vocab, facts, exact)
 
 
 def _built(directory: Path, facts: dict[str, Any], model: PreTrainedModel, vocab: DraftVocab) -> Head:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads.alignment import Packed
+
+# (depth from 2, the head's states of the depth before, the true input tokens) -> the input tokens.
+Drafts = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class Head(nn.Module):
@@ -25,12 +29,16 @@ class Head(nn.Module):
     hidden_size: int
     options: dict[str, Any]
 
-    def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
+    def forward(
+        self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
+    ) -> list[Tensor]:
         """Teacher-forced states of all active anchors.
 
         Args:
             hidden: ``[N, H]`` final-norm states of the backbone.
             embedding: ``[vocabulary, H]`` the backbone's input embeddings.
+            drafts: replaces what depths from 2 on read, by the head's own drafts for instance; the losses stay
+                those of the true text.
 
         Returns:
             K tensors ``[A, H]``, depth 1 first; scored by output rows they are the draft logits.

@@ -19,7 +19,7 @@ from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
 from selfspec.heads.attention import Document, attend_causal, attend_chains, layout
-from selfspec.heads.protocol import Head
+from selfspec.heads.protocol import Drafts, Head
 
 
 class SharedHead(Head):
@@ -76,15 +76,19 @@ class SharedHead(Head):
             return joined
         return self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], dim=-1))
 
-    def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
+    def forward(
+        self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
+    ) -> list[Tensor]:
         blocks = [Block(layer, self.head_dim) for layer in self.blocks]
         documents = layout(packed)
         x, keys, values = self._first_depth(packed, hidden, embedding, rotary, blocks, documents)
         states: list[Tensor] = [self.post_norm(x)]
         position = packed.position[packed.anchors]
         for depth in range(2, packed.depths + 1):
-            drafts = packed.tokens[packed.inputs[depth - 1]]
-            x = self.combine(embed(drafts, embedding, self.embedding_scale), states[-1])
+            tokens = packed.tokens[packed.inputs[depth - 1]]
+            if drafts is not None:
+                tokens = drafts(depth, states[-1], tokens)
+            x = self.combine(embed(tokens, embedding, self.embedding_scale), states[-1])
             cos, sin = rotary.at(position + depth - 1)
             for block, seen_keys, seen_values in zip(blocks, keys, values, strict=True):
                 q, k, v = block.qkv(x, cos, sin)
