@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from selfspec.backbones import load
+from selfspec.backbones import load, middle
 from selfspec.config import Config
 from selfspec.heads import build, vocab
 from selfspec.losses import Objective
@@ -17,7 +17,10 @@ from stages._run import run
 def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     model = load.load_model(cfg.backbone)
-    train, validation = datasets(cfg, model, cfg.head.depths)
+    middle.check(cfg.head.middle_layers, model)
+    train, validation = datasets(
+        cfg.backbone, cfg.train, cfg.distill.states, cfg.seed, model, cfg.head.depths, cfg.head.middle_layers
+    )
     tokens = {
         name: torch.cat([torch.tensor(data.completions[i].completion_ids) for i in data.taken])
         for name, data in (("train", train), ("validation", validation))

@@ -19,10 +19,13 @@ def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     model = load.load_model(cfg.backbone)
     trained = checkpoint.load(STAGE_1, model, torch.float32)
-    train, validation = datasets(cfg, model, trained.module.depths)
+    head = trained.module
+    train, validation = datasets(
+        cfg.backbone, cfg.train, cfg.distill.states, cfg.seed, model, head.depths, head.middle_layers
+    )
     trainer = Trainer(
         model,
-        trained.module,
+        head,
         trained.vocab,
         Objective(**cfg.loss.model_dump()),
         cfg.train_kl,

@@ -74,6 +74,12 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 _DISTINCT = AfterValidator(_distinct)
 
 
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    if list(values) != sorted(set(values)):
+        raise rule("", list(values), "numbers that ascend, each once", "put them in order")
+    return values
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -206,7 +212,7 @@ class DistillConfig(_Section):
 
 # What a head type can vary beyond what all have; an option that a type lacks stays at its default.
 HEAD_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "shared": ("norms", "layers", "init"),
+    "shared": ("norms", "layers", "init", "middle_layers"),
     "cascade": ("branch_norm", "block", "init", "output"),
     "parallel": ("layers", "output"),
 }
@@ -220,6 +226,7 @@ class HeadConfig(_Section):
     norms: Literal["inputs", "joint"] = "inputs"
     layers: Annotated[int, Field(ge=1, le=2), BeforeValidator(_number)] = 1
     init: Literal["random", "last_layer"] = "random"
+    middle_layers: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)] = ()
     branch_norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     block: Literal["backbone", "encoder"] = "backbone"
     output: Literal["shared", "own"] = "shared"
@@ -232,11 +239,13 @@ class HeadConfig(_Section):
     @model_validator(mode="after")
     def _options_of_the_type(self) -> HeadConfig:
         for name in dict.fromkeys(name for names in HEAD_OPTIONS.values() for name in names):
-            default = type(self).model_fields[name].default
-            if name not in HEAD_OPTIONS[self.type] and getattr(self, name) != default:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if name not in HEAD_OPTIONS[self.type] and value != default:
                 owners = " or ".join(kind for kind, names in HEAD_OPTIONS.items() if name in names)
+                if isinstance(value, tuple):
+                    value, default = list(value), list(default)  # as YAML spells them
                 allowed = f"{default} with type: {self.type}"
-                raise rule(name, getattr(self, name), allowed, f"change it back, or choose type: {owners}")
+                raise rule(name, value, allowed, f"change it back, or choose type: {owners}")
         if self.init == "last_layer" and self.block == "encoder":
             raise rule("init", self.init, "random with block: encoder", "change it back, or choose block: backbone")
         return self

@@ -121,6 +121,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed_and_what_to_do(name, value,
             "got 'x'; allowed: pypi:FILE, hf:OWNER/NAME or file:PATH; set it in params.yaml",
         ),
         ("bench.num_drafts[1]", 0, "got 0; allowed: a whole number >= 1; set it in params.yaml"),
+        ("head.middle_layers[0]", 0, "got 0; allowed: a whole number >= 1; set it in params.yaml"),
     ],
 )
 def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, value, expected):
@@ -214,6 +215,18 @@ def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, valu
         (
             _with(head__type="cascade", head__layers=2),
             "head.layers: got 2; allowed: 1 with type: cascade; change it back, or choose type: shared or parallel",
+        ),
+        (
+            _with(head__type="parallel", head__middle_layers=[1]),
+            "head.middle_layers: got [1]; allowed: [] with type: parallel; change it back, or choose type: shared",
+        ),
+        (
+            _with(head__middle_layers=[2, 1]),
+            "head.middle_layers: got [2, 1]; allowed: numbers that ascend, each once; put them in order",
+        ),
+        (
+            _with(head__middle_layers=[1, 1]),
+            "head.middle_layers: got [1, 1]; allowed: numbers that ascend, each once; put them in order",
         ),
         (
             _with(head__type="cascade", head__block="encoder", head__init="last_layer"),

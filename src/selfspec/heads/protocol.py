@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from selfspec.backbones import middle
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads.alignment import Packed
 
@@ -21,13 +22,20 @@ class Head(nn.Module):
         kind: its ``head.type``.
         depths: K it is trained for.
         hidden_size: H, of its states and the backbone's.
+        middle_layers: of the backbone, whose states it reads beside the final one (``backbones/middle.py``).
         options: what its constructor needs besides model, depths and vocabulary to build it again.
     """
 
     kind: ClassVar[str]
     depths: int
     hidden_size: int
+    middle_layers: tuple[int, ...] = ()
     options: dict[str, Any]
+
+    @property
+    def state_width(self) -> int:
+        """W, columns of the backbone's states that it reads."""
+        return middle.width(self.hidden_size, self.middle_layers)
 
     def forward(
         self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
@@ -35,7 +43,7 @@ class Head(nn.Module):
         """Teacher-forced states of all active anchors.
 
         Args:
-            hidden: ``[N, H]`` final-norm states of the backbone.
+            hidden: ``[N, W]`` final-norm states of the backbone, with those of ``middle_layers``.
             embedding: ``[vocabulary, H]`` the backbone's input embeddings.
             drafts: replaces what depths from 2 on read, by the head's own drafts for instance; the losses stay
                 those of the true text.

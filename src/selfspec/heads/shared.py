@@ -7,12 +7,14 @@ own decoder-layer class, norm. The state passed on is the normed one, scored by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.backbones import middle
 from selfspec.backbones.block import Block, attention_scale, check_supported, embedding_scale
 from selfspec.backbones.decoder import embed
 from selfspec.backbones.rotary import RotaryTable
@@ -32,6 +34,9 @@ class SharedHead(Head):
             ``joint``: the projection, then one norm (``pre_norm``).
         layers: decoder layers in the block; the first is ``mtp_block``.
         init: ``random``, or ``last_layer``: the block starts as the backbone's last layers.
+        middle_layers: of the backbone; at depth 1 a projection of their states, ``middle_proj``, joins the
+            block's input. It starts at zero: as a head without. Deeper, where the backbone has no state yet,
+            nothing stands for it.
     """
 
     kind = "shared"
@@ -44,11 +49,14 @@ class SharedHead(Head):
         norms: Literal["inputs", "joint"] = "inputs",
         layers: int = 1,
         init: Literal["random", "last_layer"] = "random",
+        middle_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         check_supported(model.config)
+        middle.check(middle_layers, model)
         self.depths, self.hidden_size = depths, model.config.hidden_size
-        self.options = {"norms": norms, "layers": layers, "init": init}
+        self.middle_layers = tuple(middle_layers)
+        self.options = {"norms": norms, "layers": layers, "init": init, "middle_layers": list(middle_layers)}
         self.joint = norms == "joint"
         if self.joint:
             self.pre_norm, self.post_norm = (parts.new_norm(model) for _ in range(2))
@@ -63,6 +71,10 @@ class SharedHead(Head):
         parts.initialise(self, model.config.initializer_range)
         if init == "last_layer":
             parts.copy_last_layers(model, self.blocks)
+        self.middle_proj: nn.Linear | None = None
+        if self.middle_layers:
+            self.middle_proj = nn.Linear(len(self.middle_layers) * self.hidden_size, self.hidden_size, bias=False)
+            nn.init.zeros_(self.middle_proj.weight)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -75,6 +87,12 @@ class SharedHead(Head):
             joined: Tensor = self.pre_norm(self.eh_proj(torch.cat([embedding, state], dim=-1)))
             return joined
         return self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], dim=-1))
+
+    def first_input(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """The block's input ``[..., hidden]`` at depth 1, from the backbone's state ``[..., W]``."""
+        final, beside = middle.split(hidden, self.hidden_size)
+        x = self.combine(embedding, final)
+        return x if self.middle_proj is None else x + self.middle_proj(beside)
 
     def forward(
         self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
@@ -110,7 +128,7 @@ class SharedHead(Head):
         """The last layer's output ``[A, H]`` at anchors; by layer, lists that start with all tokens' keys, values."""
         first = embed(packed.tokens[packed.next_token], embedding, self.embedding_scale)
         first = first.masked_fill((packed.position == 0)[:, None], 0)  # as vLLM serves position 0
-        x = self.combine(first, hidden)
+        x = self.first_input(first, hidden)
         cos, sin = rotary.at(packed.position)
         keys, values = [], []
         for block in blocks[:-1]:  # the next layer's keys need this one's output at every token

@@ -19,7 +19,8 @@ class Batch:
     """Packed completions.
 
     Attributes:
-        hidden: ``[N, H]`` final-norm states of the backbone; empty where the trainer computes them itself.
+        hidden: ``[N, W]`` final-norm states of the backbone, with those of the head's middle layers; empty where
+            the trainer computes them itself.
         lse: ``[P]`` log-normalisers of the teacher's distribution at ``packed.teachers``; likewise.
         ids: record ids, for error messages.
     """

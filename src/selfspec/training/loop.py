@@ -128,7 +128,7 @@ class Trainer:
         self.embedding = input_embeddings(model).detach().to(self.dtype)
         self.device = self.embedding.device
         layers = self.shared.unfrozen_layers
-        self.backbone = TrainableBackbone(model, layers) if layers else None
+        self.backbone = TrainableBackbone(model, layers, head.middle_layers) if layers else None
         self.vocab = vocab.to(self.device)
         self.scorer = self._new_scorer()
         longest = max(c.length for c in [*train.completions, *validation.completions])

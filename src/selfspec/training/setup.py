@@ -11,31 +11,47 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.backbones import middle
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.load import DTYPES, arithmetic
-from selfspec.config import Config, TrainConfig
+from selfspec.config import BackboneConfig, SharedTrainConfig, TrainConfig
 from selfspec.distill import records
 from selfspec.distill.states import LiveStates, StoredStates
 from selfspec.training.data import Dataset, StateSource
 
 
-def datasets(config: Config, model: PreTrainedModel, depths: int, data: Path = Path("data")) -> list[Dataset]:
-    """Training and validation completions with the backbone's states, as ``distill.states`` has them.
+def datasets(
+    backbone: BackboneConfig,
+    shared: SharedTrainConfig,
+    states: str,
+    seed: int,
+    model: PreTrainedModel,
+    depths: int,
+    middle_layers: tuple[int, ...] = (),
+    data: Path = Path("data"),
+) -> list[Dataset]:
+    """Training and validation completions with the backbone's states and those of ``middle_layers``.
 
-    A backbone that is trained too computes its states in the training step.
+    Args:
+        states: ``distill.states``: cached ones are read, live ones computed; by the training step itself where the
+            backbone is trained too.
+
+    Raises:
+        StatesError: other states are stored.
     """
-    store = DTYPES[config.backbone.dtype]
-    live = config.distill.states == "live"
-    decoder = Decoder(model) if live and not config.train.unfrozen_layers else None
+    store = DTYPES[backbone.dtype]
+    frozen = not shared.unfrozen_layers
+    decoder = Decoder(model, middle_layers=middle_layers) if states == "live" and frozen else None
+    width = middle.width(model.config.hidden_size, middle_layers)
     made = []
-    for split, fraction in (("train", config.train.data_fraction), ("validation", 1.0)):
+    for split, fraction in (("train", shared.data_fraction), ("validation", 1.0)):
         completions = records.read(data / "distill" / split)
-        states: StateSource | None = None
+        source: StateSource | None = None
         if decoder is not None:
-            states = LiveStates(decoder, completions, store)
-        elif not live:
-            states = StoredStates.open(data / "hidden", split, store)
-        made.append(Dataset(completions, states, depths, fraction, config.seed))
+            source = LiveStates(decoder, completions, store)
+        elif states == "cached":
+            source = StoredStates.open(data / "hidden", split, store, width)
+        made.append(Dataset(completions, source, depths, fraction, seed))
     return made
 
 
