@@ -7,12 +7,15 @@ import inspect
 import sys
 from collections.abc import Callable
 
-from selfspec.config import Config, load
+from selfspec.config import Config, load, require_checkpoint
 from selfspec.errors import SelfspecError
 
 
-def run(stage: Callable[[Config], None]) -> None:
+def run(stage: Callable[[Config], None], *, before_training: bool = False) -> None:
     """Run ``stage`` on the validated params.yaml of the current folder.
+
+    Stages ``before_training`` also refuse a head.checkpoint that is not there, which stage 1 would find out only
+    after their work. They do not depend on it otherwise: dvc.yaml names the sections that a script itself reads.
 
     A ``SelfspecError`` (bad parameter, missing resource, …) becomes its message on stderr and exit
     code 2. ``--help`` prints the docstring of the stage's module.
@@ -26,7 +29,10 @@ def run(stage: Callable[[Config], None]) -> None:
     )
     parser.parse_args()
     try:
-        stage(load())
+        cfg = load()
+        if before_training:
+            require_checkpoint(cfg.head)
+        stage(cfg)
     except SelfspecError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -137,4 +137,4 @@ def save_states(journal: Journal, split: str, completions: list[Completion]) -> 
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, before_training=True)

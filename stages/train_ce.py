@@ -7,7 +7,7 @@ import torch
 
 from selfspec.backbones import load
 from selfspec.config import Config
-from selfspec.heads import build, checkpoint, vocab
+from selfspec.heads import build, checkpoint, start, vocab
 from selfspec.losses import Objective
 from selfspec.training.loop import Trainer
 from selfspec.training.setup import datasets
@@ -16,6 +16,7 @@ from stages._run import run
 
 def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
+    given = start.read(cfg.head, load.model_dir(cfg.backbone))  # fails before there is work to lose
     model = load.load_model(cfg.backbone)
     train, validation = datasets(cfg.backbone, cfg.head.depths)
     tokens = {
@@ -31,13 +32,14 @@ def main(cfg: Config) -> None:
     Path("reports/draft_vocab.json").write_text(json.dumps(facts, indent=2) + "\n")
     print(f"draft vocabulary: {len(draft_vocab)} tokens cover {facts['coverage']} of completion tokens")
 
-    head = build.build(cfg.head, model, draft_vocab)
+    head = build.build(cfg.head, model, draft_vocab, given)
     trainer = Trainer(
         model, head, draft_vocab, Objective("ce"), cfg.train_ce, cfg.head.depth_decay, train, validation, cfg.seed
     )
     trainer.run().write(Path("reports/train_ce.csv"))
-    checkpoint.save(Path("models/head_ce"), head, draft_vocab, cfg.backbone.name)
+    facts_of_start = None if given is None else given.facts
+    checkpoint.save(Path("models/head_ce"), head, draft_vocab, cfg.backbone.name, facts_of_start)
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, before_training=True)

@@ -31,7 +31,8 @@ def main(cfg: Config) -> None:
         cfg.seed + 1,  # another order than stage 1
     )
     trainer.run().write(Path("reports/train_kl.csv"))
-    checkpoint.save(Path("models/head"), trained.module, trained.vocab, cfg.backbone.name)
+    start = trained.facts.get("start")
+    checkpoint.save(Path("models/head"), trained.module, trained.vocab, cfg.backbone.name, start)
 
 
 if __name__ == "__main__":

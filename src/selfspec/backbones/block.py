@@ -23,7 +23,7 @@ from selfspec.backbones.linear import Linear
 from selfspec.backbones.load import BackboneError
 from selfspec.backbones.rotary import STATIC_ROPE_TYPES, rope_types, rotate
 
-SUPPORTED_MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("gemma3_text", "llama", "mimo", "mistral", "qwen2", "qwen3")
 
 _UNGATED = "bloom codegen falcon gpt2 gpt_bigcode gpt_neo gpt_neox gptj mpt nemotron opt phi starcoder2".split()
 Function = Callable[[Tensor], Tensor]

@@ -31,7 +31,8 @@ class SharedHead(Head):
         norms: ``inputs``: a norm on each input, then the projection (``enorm``, ``hnorm``);
             ``joint``: the projection, then one norm (``pre_norm``).
         layers: decoder layers in the block; the first is ``mtp_block``.
-        init: ``random``, or ``last_layer``: the block starts as the backbone's last layers.
+        init: ``random``; ``last_layer``: the block starts as the backbone's last layers; ``native`` and
+            ``checkpoint``: random too, until ``build.build`` puts the weights of ``heads/start.py`` there.
     """
 
     kind = "shared"
@@ -43,7 +44,7 @@ class SharedHead(Head):
         *,
         norms: Literal["inputs", "joint"] = "inputs",
         layers: int = 1,
-        init: Literal["random", "last_layer"] = "random",
+        init: Literal["random", "last_layer", "native", "checkpoint"] = "random",
     ) -> None:
         super().__init__()
         check_supported(model.config)
