@@ -257,7 +257,11 @@ class HeadConfig(_Section):
                 raise rule("init", self.init, allowed, f"a native head is of {wanted}; choose these or another init")
         if (self.checkpoint is None) == (self.init == "checkpoint"):
             allowed = "a directory with head.json and head.safetensors" if self.checkpoint is None else "null"
-            action = "name one, or choose another init" if self.checkpoint is None else "remove it, or choose that init"
+            action = (
+                "name one, or choose another init"
+                if self.checkpoint is None
+                else "remove it, or choose init: checkpoint"
+            )
             raise rule("checkpoint", self.checkpoint, f"{allowed} with init: {self.init}", action)
         if self.checkpoint is not None and os.path.relpath(self.checkpoint) in _OWN_HEADS:
             allowed = f"another directory than {' and '.join(_OWN_HEADS)}, which this run overwrites"

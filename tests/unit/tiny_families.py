@@ -19,6 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from selfspec.backbones.mimo import MiMoConfig
+
 WINDOW = 8
 SIZES: dict[str, Any] = {
     "vocab_size": 288,
@@ -61,6 +63,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2-windows": (Qwen2Config, {**MIXED, "max_window_layers": 1}),
     "qwen2-rope-yarn": (Qwen2Config, _rope("yarn", original_max_position_embeddings=64)),
+    "mimo": (MiMoConfig, {}),
     "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-windows": (Qwen3Config, {"head_dim": 16, **MIXED, "layer_types": ALTERNATING, "attention_bias": True}),
     "gemma3": (Gemma3TextConfig, GEMMA),

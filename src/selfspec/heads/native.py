@@ -287,7 +287,7 @@ def _places(directory: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             places = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise HeadError(f"{index}: is no index of safetensors files; fetch it again") from None
         files = [directory / FILE]
     for file in filter(Path.is_file, files):
