@@ -20,24 +20,16 @@ from tests.unit.tiny_families import family
 BF16 = torch.bfloat16
 TEXT = torch.tensor(tiny_heads.prompt(24, seed=4))
 NATIVE = HeadConfig(type="shared", depths=3, draft_vocab_size=0, depth_decay=1.0, init="native")
-forms = pytest.mark.parametrize("form", list(tiny_native.FAMILY))
-
-
-def _form(name):
-    return next(form for form in native.FORMATS if form.name == name)
-
-
-def _model(form):
-    return family(tiny_native.FAMILY[form])
+families = pytest.mark.parametrize(("name", "form"), list(tiny_native.FORMS.items()), ids=list(tiny_native.FORMS))
 
 
 def _tensors(model, form, dtype=BF16):
     return tiny_native.named(tiny_native.stock(model, form, dtype), form, dtype)
 
 
-def _shipped(folder, form="mimo", how="single", **changes):
-    """A model with a head of ``form``, whose tensors are changed; None: left out."""
-    model = _model(form)
+def _shipped(folder, name="mimo", how="single", **changes):
+    """A model of the family ``name`` with its head, whose tensors are changed; None: left out."""
+    model, form = family(name), tiny_native.FORMS[name]
     tensors = {name: tensor for name, tensor in (_tensors(model, form) | changes).items() if tensor is not None}
     return tiny_native.ship(folder, model, tensors, how), model, tensors
 
@@ -54,7 +46,7 @@ def _built(folder, model):
 
 
 def test_the_mimo_form_has_the_names_that_engines_read():
-    head = tiny_heads.random_head(_model("mimo"))
+    head = tiny_heads.random_head(family("mimo"))
     layer = "model.mtp_layers.0."
     projections = [f"self_attn.{part}_proj.weight" for part in "qkvo"] + [f"self_attn.{p}_proj.bias" for p in "qkv"]
     norms = [f"{part}_layernorm.weight" for part in ("token", "hidden", "final", "input", "post_attention")]
@@ -102,10 +94,10 @@ def test_heads_of_another_form_are_not_written(tmp_path, options):
 # There and back
 
 
-@forms
+@families
 @pytest.mark.parametrize("how", ["single", "beside", "sharded", "indexed"])
-def test_it_is_read_wherever_it_lies_and_the_model_as_if_it_were_not_there(tmp_path, form, how):
-    folder, model, tensors = _shipped(tmp_path, form, how)
+def test_it_is_read_wherever_it_lies_and_the_model_as_if_it_were_not_there(tmp_path, name, form, how):
+    folder, model, tensors = _shipped(tmp_path, name, how)
     found = native.read(folder)
     assert found.form.name == form
     assert _bits(found.tensors) == _bits(tensors)
@@ -114,10 +106,10 @@ def test_it_is_read_wherever_it_lies_and_the_model_as_if_it_were_not_there(tmp_p
     assert torch.equal(loaded(TEXT[None]).logits, model(TEXT[None]).logits)
 
 
-@forms
+@families
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-def test_read_built_saved_loaded_and_written_it_is_the_same_to_the_bit(tmp_path, form, dtype):
-    model = _model(form)
+def test_read_built_saved_loaded_and_written_it_is_the_same_to_the_bit(tmp_path, name, form, dtype):
+    model = family(name)
     tensors = _tensors(model, form, dtype)
     folder = tiny_native.ship(tmp_path / "model", model, tensors)
     begun = start.read(NATIVE, folder)
@@ -205,9 +197,9 @@ def _reference(model, mtp, hidden, *, zeroed=True):
     return model.lm_head(mtp(embedded, hidden[None, :-1], rotary, mask, positions, None))[0]
 
 
-@forms
-def test_its_logits_are_those_of_transformers_layer(tmp_path, form):
-    model = _model(form)
+@families
+def test_its_logits_are_those_of_transformers_layer(tmp_path, name, form):
+    model = family(name)
     mtp = tiny_native.stock(model, form, BF16)
     folder = tiny_native.ship(tmp_path, model, tiny_native.named(mtp, form, BF16))
     hidden, states = tiny_heads.forced(model, _built(folder, model), TEXT, depths=1)
@@ -221,10 +213,10 @@ def test_its_logits_are_those_of_transformers_layer(tmp_path, form):
     assert (ours - _reference(model, mtp, hidden)[:-1]).abs().max() > 0.1
 
 
-@forms
-def test_its_last_logits_are_those_of_transformers_model(tmp_path, form):
+@families
+def test_its_last_logits_are_those_of_transformers_model(tmp_path, name, form):
     """As stock ``generate(use_mtp=True)`` runs it, where positions count from the token and not from the state."""
-    model = _model(form)
+    model = family(name)
     layer = tiny_native.stock(model, form, BF16)
     folder = tiny_native.ship(tmp_path, model, tiny_native.named(layer, form, BF16))
     hidden, states = tiny_heads.forced(model, _built(folder, model), TEXT, depths=1)

@@ -15,9 +15,11 @@ from transformers.modeling_layers import MtpLayer
 
 from selfspec.backbones.block import full_attention_layers
 from tests.unit import tiny
+from tests.unit.tiny_families import norm_range
 
-# By format: the family in `tiny_families`; names of MtpLayer's parts, and of the decoder layer's prefix.
-FAMILY = {"mimo": "mimo"}
+# Families in `tiny_families` that ship heads: the format they are in.
+FORMS = {"mimo": "mimo", "qwen3_5-attention": "qwen3_5", "qwen3_next-attention": "qwen3_5"}
+# By format: the names of MtpLayer's parts, and the prefix of its decoder layer's.
 PARTS = {
     "mimo": {
         "enorm.weight": "model.mtp_layers.0.token_layernorm.weight",
@@ -47,8 +49,8 @@ def stock(model: PreTrainedModel, form: str, dtype: torch.dtype = torch.float32)
     generator = torch.Generator().manual_seed(3)
     for name, weight in mtp.named_parameters():
         drawn = torch.rand(weight.shape, generator=generator) - 0.5
-        middle = 1.0 if "norm" in name and form != "qwen3_5" else 0.0  # there norms are an offset to 1
-        weight.data = (middle + drawn if weight.ndim == 1 else drawn).to(dtype).float()
+        middle = norm_range(model)[0] + 0.5 if "norm" in name else 0.0
+        weight.data = (middle + drawn).to(dtype).float()
     return mtp.requires_grad_(False).eval()
 
 

@@ -120,13 +120,13 @@ class CascadeHead(Head):
             cos, sin = rotary.at(packed.position[index] - 1)
             block = layer.block()
             if depth < packed.depths:
-                q, k, v = block.qkv(x, cos, sin)
-                state = layer.post_norm(block.finish(x, attend_causal(q, k, v, documents, self.scale)))
+                q, k, v, gate = block.qkv(x, cos, sin)
+                state = layer.post_norm(block.finish(x, attend_causal(q, k, v, documents, self.scale), gate))
                 states.append(state[anchors])
             else:
                 k, v = block.kv(x, cos, sin)
                 x = x[anchors]
-                q, _, _ = block.qkv(x, cos[anchors], sin[anchors])
+                q, _, _, gate = block.qkv(x, cos[anchors], sin[anchors])
                 attended = attend_chains(q, [k], [v], documents, self.scale)
-                states.append(layer.post_norm(block.finish(x, attended)))
+                states.append(layer.post_norm(block.finish(x, attended, gate)))
         return states

@@ -88,10 +88,10 @@ class SharedHead(Head):
             x = self.combine(embed(drafts, embedding, self.embedding_scale), states[-1])
             cos, sin = rotary.at(position + depth - 1)
             for block, seen_keys, seen_values in zip(blocks, keys, values, strict=True):
-                q, k, v = block.qkv(x, cos, sin)
+                q, k, v, gate = block.qkv(x, cos, sin)
                 seen_keys.append(k)
                 seen_values.append(v)
-                x = block.finish(x, attend_chains(q, seen_keys, seen_values, documents, self.scale))
+                x = block.finish(x, attend_chains(q, seen_keys, seen_values, documents, self.scale), gate)
             states.append(self.post_norm(x))
         return states
 
@@ -111,14 +111,14 @@ class SharedHead(Head):
         cos, sin = rotary.at(packed.position)
         keys, values = [], []
         for block in blocks[:-1]:  # the next layer's keys need this one's output at every token
-            q, k, v = block.qkv(x, cos, sin)
-            x = block.finish(x, attend_causal(q, k, v, documents, self.scale))
+            q, k, v, gate = block.qkv(x, cos, sin)
+            x = block.finish(x, attend_causal(q, k, v, documents, self.scale), gate)
             keys.append([k])
             values.append([v])
         k, v = blocks[-1].kv(x, cos, sin)
         keys.append([k])
         values.append([v])
         x = x[packed.anchors]
-        q, _, _ = blocks[-1].qkv(x, cos[packed.anchors], sin[packed.anchors])
-        x = blocks[-1].finish(x, attend_chains(q, keys[-1], values[-1], documents, self.scale))
+        q, _, _, gate = blocks[-1].qkv(x, cos[packed.anchors], sin[packed.anchors])
+        x = blocks[-1].finish(x, attend_chains(q, keys[-1], values[-1], documents, self.scale), gate)
         return x, keys, values
