@@ -10,12 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from selfspec.config import Config, load
+from selfspec.config import Config, load, require_checkpoint
 from selfspec.errors import SelfspecError
 
 
-def run(stage: Callable[[Config], None], *, processes: bool = False) -> None:
+def run(stage: Callable[[Config], None], *, before_training: bool = False, processes: bool = False) -> None:
     """Run ``stage`` on the validated params.yaml of the current folder.
+
+    Stages ``before_training`` also refuse a head.checkpoint that is not there, which stage 1 would find out only
+    after their work. They do not depend on it otherwise: dvc.yaml names the sections that a script itself reads.
 
     With ``processes``, the options in SELFSPEC_LAUNCH go to `accelerate launch`, which then starts the stage in
     several processes or on several machines. An environment variable and not a parameter, so that moving to more
@@ -35,6 +38,8 @@ def run(stage: Callable[[Config], None], *, processes: bool = False) -> None:
     parser.parse_args()
     try:
         config = load()
+        if before_training:
+            require_checkpoint(config.head)
         launch = os.environ.get("SELFSPEC_LAUNCH") if processes else None
         if launch and "WORLD_SIZE" not in os.environ:
             command = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(launch), "--module", name]

@@ -165,4 +165,4 @@ def save_states(cfg: Config, decoder: Decoder, journal: Journal, texts: dict[Spl
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, before_training=True)

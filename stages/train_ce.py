@@ -7,7 +7,7 @@ import torch
 
 from selfspec.backbones import load, middle
 from selfspec.config import Config
-from selfspec.heads import build, vocab
+from selfspec.heads import build, start, vocab
 from selfspec.losses import Objective
 from selfspec.training.loop import Trainer
 from selfspec.training.setup import datasets
@@ -16,6 +16,7 @@ from stages._run import run
 
 def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
+    given = start.read(cfg.head, load.model_dir(cfg.backbone))  # fails before there is work to lose
     model = load.load_model(cfg.backbone)
     middle.check(cfg.head.middle_layers, model)
     train, validation = datasets(
@@ -31,7 +32,7 @@ def main(cfg: Config) -> None:
         "vocab_size": model.config.vocab_size,
         "coverage": {name: draft_vocab.coverage(ids) for name, ids in tokens.items()},
     }
-    head = build.build(cfg.head, model, draft_vocab)
+    head = build.build(cfg.head, model, draft_vocab, given)
     trainer = Trainer(
         model,
         head,
@@ -51,8 +52,8 @@ def main(cfg: Config) -> None:
     if trainer.processes.first:
         Path("reports/draft_vocab.json").write_text(json.dumps(facts, indent=2) + "\n")
         curve.write(Path("reports/train_ce.csv"))
-        trainer.save(Path("models/head_ce"), cfg.backbone.name)
+        trainer.save(Path("models/head_ce"), cfg.backbone.name, None if given is None else given.facts)
 
 
 if __name__ == "__main__":
-    run(main, processes=True)
+    run(main, before_training=True, processes=True)

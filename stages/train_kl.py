@@ -40,7 +40,7 @@ def main(cfg: Config) -> None:
     curve = trainer.run()
     if trainer.processes.first:
         curve.write(Path("reports/train_kl.csv"))
-        trainer.save(Path("models/head"), cfg.backbone.name)
+        trainer.save(Path("models/head"), cfg.backbone.name, trained.facts.get("start"))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ default in params.yaml.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
@@ -218,6 +219,12 @@ HEAD_OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# Values of head.init whose weights are read from files; the others make them.
+FROM_FILES = ("native", "checkpoint")
+# What a run writes itself: DVC removes it before the stage that would start from it.
+_OWN_HEADS = ("models/head_ce", "models/head")
+
+
 class HeadConfig(_Section):
     type: Literal["shared", "cascade", "parallel"]
     depths: Annotated[int, Field(ge=1, le=16), BeforeValidator(_number)]
@@ -225,7 +232,8 @@ class HeadConfig(_Section):
     depth_decay: UnitFloat
     norms: Literal["inputs", "joint"] = "inputs"
     layers: Annotated[int, Field(ge=1, le=2), BeforeValidator(_number)] = 1
-    init: Literal["random", "last_layer"] = "random"
+    init: Literal["random", "last_layer", "native", "checkpoint"] = "random"
+    checkpoint: Text | None = None
     middle_layers: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)] = ()
     branch_norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     block: Literal["backbone", "encoder"] = "backbone"
@@ -248,6 +256,27 @@ class HeadConfig(_Section):
                 raise rule(name, value, allowed, f"change it back, or choose type: {owners}")
         if self.init == "last_layer" and self.block == "encoder":
             raise rule("init", self.init, "random with block: encoder", "change it back, or choose block: backbone")
+        return self
+
+    @model_validator(mode="after")
+    def _start_is_named(self) -> HeadConfig:
+        if self.init == "native":
+            form = {"type": "shared", "norms": "inputs", "layers": 1}
+            if changed := [f"{name}: {getattr(self, name)}" for name in form if getattr(self, name) != form[name]]:
+                allowed = f"random or last_layer or checkpoint with {changed[0]}"
+                wanted = ", ".join(f"{name}: {value}" for name, value in form.items())
+                raise rule("init", self.init, allowed, f"a native head is of {wanted}; choose these or another init")
+        if (self.checkpoint is None) == (self.init == "checkpoint"):
+            allowed = "a directory with head.json and head.safetensors" if self.checkpoint is None else "null"
+            action = (
+                "name one, or choose another init"
+                if self.checkpoint is None
+                else "remove it, or choose init: checkpoint"
+            )
+            raise rule("checkpoint", self.checkpoint, f"{allowed} with init: {self.init}", action)
+        if self.checkpoint is not None and os.path.relpath(self.checkpoint) in _OWN_HEADS:
+            allowed = f"another directory than {' and '.join(_OWN_HEADS)}, which this run overwrites"
+            raise rule("checkpoint", self.checkpoint, allowed, "copy it, and name the copy")
         return self
 
 
@@ -400,3 +429,19 @@ def load(path: str | Path = "params.yaml") -> Config:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}; mend it there") from None
     return parse(raw)
+
+
+def require_checkpoint(head: HeadConfig, root: Path = Path(".")) -> None:
+    """Refuse a ``head.checkpoint`` that is not there: two looks at the disk, before anything is computed.
+
+    Raises:
+        ConfigError: naming it, what belongs there and what to do.
+    """
+    if head.checkpoint is None:
+        return
+    for name in ("head.json", "head.safetensors"):
+        if not (root / head.checkpoint / name).is_file():
+            raise ConfigError(
+                f"head.checkpoint: got {head.checkpoint!r}, which holds no {name}; allowed: a directory with head.json "
+                "and head.safetensors, as a run leaves in models/head; copy one there, or choose another init"
+            )

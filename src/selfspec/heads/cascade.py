@@ -65,7 +65,8 @@ class CascadeHead(Head):
         vocab: the draft vocabulary that own output rows are for.
         branch_norm: class of the norms of both inputs and of the output: the backbone's RMSNorm, or LayerNorm.
         block: ``backbone``: its decoder-layer class; ``encoder``: a plain transformer encoder layer.
-        init: ``last_layer``: every block starts as the backbone's last layer.
+        init: ``last_layer``: every block starts as the backbone's last layer; ``checkpoint``: random, until
+            ``build.build`` puts the weights of ``heads/start.py`` there.
         output: ``own``: every depth trains a copy of the backbone's output rows.
     """
 
@@ -79,7 +80,7 @@ class CascadeHead(Head):
         *,
         branch_norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
         block: Literal["backbone", "encoder"] = "backbone",
-        init: Literal["random", "last_layer"] = "random",
+        init: Literal["random", "last_layer", "checkpoint"] = "random",
         output: Literal["shared", "own"] = "shared",
     ) -> None:
         super().__init__()
@@ -124,13 +125,13 @@ class CascadeHead(Head):
             cos, sin = rotary.at(packed.position[index] - 1)
             block = layer.block()
             if depth < packed.depths:
-                q, k, v = block.qkv(x, cos, sin)
-                state = layer.post_norm(block.finish(x, attend_causal(q, k, v, documents, self.scale)))
+                q, k, v, gate = block.qkv(x, cos, sin)
+                state = layer.post_norm(block.finish(x, attend_causal(q, k, v, documents, self.scale), gate))
                 states.append(state[anchors])
             else:
                 k, v = block.kv(x, cos, sin)
                 x = x[anchors]
-                q, _, _ = block.qkv(x, cos[anchors], sin[anchors])
+                q, _, _, gate = block.qkv(x, cos[anchors], sin[anchors])
                 attended = attend_chains(q, [k], [v], documents, self.scale)
-                states.append(layer.post_norm(block.finish(x, attended)))
+                states.append(layer.post_norm(block.finish(x, attended, gate)))
         return states

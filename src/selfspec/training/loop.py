@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,13 +224,14 @@ class Trainer:
         self._restore_float32()
         return self.curve
 
-    def save(self, directory: Path, backbone: str) -> None:
+    def save(self, directory: Path, backbone: str, start: Mapping[str, Any] | None = None) -> None:
         """Write the trained head, and the weights of what was unfrozen beside it; nothing is left to go on from.
 
         Args:
             backbone: its name.
+            start: as of ``checkpoint.save``.
         """
-        checkpoint.save(directory, self.head, self.vocab.to(torch.device("cpu")), backbone)
+        checkpoint.save(directory, self.head, self.vocab.to(torch.device("cpu")), backbone, start)
         if self.backbone:
             unfreeze.save(directory, self.backbone_masters.masters)
         self.resume.discard()
