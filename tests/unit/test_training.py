@@ -15,7 +15,6 @@ from selfspec import losses
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.benchmark.lossless import stock_greedy
-from selfspec.config import TrainConfig
 from selfspec.decoding.drafter import SharedDrafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy
@@ -32,7 +31,7 @@ from selfspec.training.data import Batch, Dataset
 from selfspec.training.loop import Trainer, TrainingError, schedule
 from selfspec.training.masters import MasterWeights
 from selfspec.training.setup import Muon, build_optimizers, orthogonalised
-from tests.unit import tiny, tiny_heads
+from tests.unit import tiny, tiny_heads, training_data
 
 DEPTHS = 3
 WHOLE = DraftVocab(torch.arange(288), 288)
@@ -46,51 +45,12 @@ def model():
     return built
 
 
-def _completions(model, shapes):
-    """The backbone's own greedy text; ``shapes``: (prompt length, new tokens)."""
-    made = []
-    for number, (length, new) in enumerate(shapes):
-        prompt = tiny_heads.prompt(length, seed=number + 5)
-        made.append(
-            Completion(
-                f"r{number}", "s", "corpus", "chat", prompt, stock_greedy(model, [prompt], new)[0], "length", 0.0
-            )
-        )
-    return made
-
-
-def _dataset(model, completions, folder, depths=DEPTHS):
-    decoder = Decoder(model)
-    with torch.inference_mode():
-        parts = [states.recompute(decoder, completion) for completion in completions]
-    tokens = sum(completion.length for completion in completions)
-    states.write(folder, "train", parts, tokens, model.config.hidden_size, torch.float32)
-    return Dataset(completions, states.StoredStates.open(folder, "train", torch.float32), depths)
-
-
-def _config(**changes):
-    plain = {
-        "epochs": 1.0,
-        "optimizer": "adamw",
-        "learning_rate": 3e-3,
-        "weight_decay": 0.0,
-        "batch_sequences": 2,
-        "warmup_fraction": 0.0,
-        "schedule": "constant",
-        "grad_clip": 1.0,
-        "dtype": "float32",
-        "eval_every": 1000.0,
-        "chunk_rows": 64,
-    }
-    return TrainConfig.model_validate(plain | changes)
-
-
-def _trainer(model, data, *, head_seed=0, seed=0, vocab=WHOLE, objective=None, **changes):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(head_seed)
-        head = SharedHead(model, data.depths)
-    objective = objective or losses.Objective("ce")
-    return Trainer(model, head, vocab, objective, _config(**changes), 0.8, data, data, seed)
+_completions, _dataset, _config, _trainer = (
+    training_data.completions,
+    training_data.dataset,
+    training_data.options,
+    training_data.trainer,
+)
 
 
 # Loss and gradient
