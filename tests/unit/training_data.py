@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,18 @@ def completions(model: PreTrainedModel, shapes: list[tuple[int, int]]) -> list[C
     return made
 
 
-def dataset(model: PreTrainedModel, texts: list[Completion], folder: Path, depths: int = DEPTHS) -> Dataset:
+def dataset(
+    model: PreTrainedModel,
+    texts: list[Completion],
+    folder: Path,
+    depths: int = DEPTHS,
+    middle_layers: Sequence[int] = (),
+) -> Dataset:
     """With stored states."""
-    decoder = Decoder(model)
+    decoder = Decoder(model, middle_layers=middle_layers)
     with torch.inference_mode():
         parts = [states.recompute(decoder, completion) for completion in texts]
-    tokens, width = sum(completion.length for completion in texts), model.config.hidden_size
+    tokens, width = sum(completion.length for completion in texts), decoder.state_width
     states.write(folder, "train", parts, tokens, width, torch.float32)
     return Dataset(texts, states.StoredStates.open(folder, "train", torch.float32, width), depths)
 
@@ -74,12 +81,13 @@ def trainer(
     shared: dict[str, Any] | None = None,
     resume: Path | None = None,
     exact: dict[str, torch.Tensor] | None = None,
+    middle_layers: Sequence[int] = (),
     **changes: Any,
 ) -> Trainer:
     """A trainer of a fresh head; ``changes`` are of ``options``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed)
-        head = construct(kind, model, data.depths, vocab, {})
+        head = construct(kind, model, data.depths, vocab, {"middle_layers": middle_layers} if kind == "shared" else {})
     return Trainer(
         model,
         head,
