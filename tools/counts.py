@@ -240,7 +240,7 @@ class Stage:
         trained = sum(parameter.numel() for parameter in self.head.parameters())
         moments = SINGLE * (2 * trained - sum(math.prod(shape) for shape in self._matrices()))
         head = trained * (HALF + HALF + SINGLE + SINGLE) + moments  # working, its gradient, master, its gradient
-        copied = 0 if self.draft_rows == self.backbone.rows or self.own_rows else HALF * self.draft_rows
+        copied = 0 if self.draft_rows == self.backbone.rows else HALF * self.draft_rows
         own = SINGLE * self.head.depths * self.draft_rows if self.own_rows else 0  # summed in float32
         unfrozen = 0
         if self.unfrozen:
