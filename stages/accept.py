@@ -33,8 +33,8 @@ def main(cfg: Config) -> None:
     )
 
     model = load.load_model(cfg.backbone)
-    decoder = Decoder(model)
     head = checkpoint.load(HEAD, model, load.DTYPES[cfg.backbone.dtype])
+    decoder = Decoder(model, middle_layers=head.module.middle_layers)
     samples, seed = cfg.accept.bootstrap_samples, cfg.seed
     temperatures = {"greedy": 0.0} | {f"t{temperature}": temperature for temperature in cfg.accept.temperatures}
     modes = {mode: rule_for(temperature, seeded(cfg, decoder)) for mode, temperature in temperatures.items()}
@@ -67,11 +67,12 @@ def main(cfg: Config) -> None:
 def check_lossless(cfg: Config, groups: dict[str, list[records.Completion]]) -> lossless.Comparison:
     """Greedy identity in float32 on prompts taken in turn from every domain; first, whether all texts fit."""
     model = load.load_model(cfg.backbone, torch.float32)
-    decoder = Decoder(model)
+    head = checkpoint.load(HEAD, model)
+    decoder = Decoder(model, middle_layers=head.module.middle_layers)
     longest_prompt = max(len(c.prompt_ids) for group in groups.values() for c in group)
     for name in ("max_new_tokens", "lossless_tokens"):
         check_context(f"accept.{name}", getattr(cfg.accept, name), longest_prompt, decoder.max_positions)
-    drafter = drafter_for(decoder, checkpoint.load(HEAD, model))
+    drafter = drafter_for(decoder, head)
     longest = max(map(len, groups.values()))
     in_turn = [group[i].prompt_ids for i in range(longest) for group in groups.values() if i < len(group)]
     prompts = in_turn[: cfg.accept.lossless_prompts]

@@ -21,14 +21,14 @@ from stages._run import run
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.bench.threads)
     model = load.load_model(cfg.backbone)
-    decoder = Decoder(model)
+    dtype = load.DTYPES[cfg.backbone.dtype]
+    head = checkpoint.load(Path("models/head"), model, dtype)
+    decoder = Decoder(model, middle_layers=head.module.middle_layers)
     groups = records.by_domain(records.read(Path("data/distill/heldout")), cfg.bench.prompts)
     prompts = timed_prompts(groups, cfg.bench.domains)
     limit = cfg.bench.max_new_tokens
     longest = max(len(prompt) for of_domain in prompts.values() for prompt in of_domain)
     check_context("bench.max_new_tokens", limit, longest, decoder.max_positions)
-    dtype = load.DTYPES[cfg.backbone.dtype]
-    head = checkpoint.load(Path("models/head"), model, dtype)
     drafter = drafter_for(decoder, head)
 
     runners: dict[Method, Runner] = {Method("selfspec", "vanilla", 0): our_runner(decoder, drafter, 0, limit)}

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from tools.imports import closure
-from tools.sections import ALL, sections_read
+from tools.sections import place, sections_read
 
 CODE = ("src/", "stages/")
 
@@ -74,10 +74,9 @@ def _correct_params(declared: CommentedSeq, wanted: set[str]) -> None:
     for index in reversed(range(len(declared))):
         if declared[index] not in wanted:
             del declared[index]
-    for name in ALL:
-        if name in wanted and name not in declared:
-            later = (index for index, other in enumerate(declared) if ALL.index(other) > ALL.index(name))
-            declared.insert(next(later, len(declared)), name)
+    for name in sorted(wanted - set(declared), key=place):
+        later = (index for index, other in enumerate(declared) if place(other) > place(name))
+        declared.insert(next(later, len(declared)), name)
 
 
 def _rank(dep: str, first: str) -> tuple[int, str]:

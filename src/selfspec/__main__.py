@@ -83,8 +83,9 @@ def _generate(options: argparse.Namespace) -> None:
     checkpoint.check(options.head)  # before the backbone is loaded
     tokenizer: Any = load.load_tokenizer(config.backbone)
     model = load.load_model(config.backbone)
-    decoder = Decoder(model)
-    drafter = drafter_for(decoder, checkpoint.load(options.head, model, load.DTYPES[config.backbone.dtype]))
+    head = checkpoint.load(options.head, model, load.DTYPES[config.backbone.dtype])
+    decoder = Decoder(model, middle_layers=head.module.middle_layers)
+    drafter = drafter_for(decoder, head)
     prompt = _token_ids(tokenizer, options)
 
     def run(num_drafts: int, max_new_tokens: int, on_tokens: OnTokens | None = None) -> Generation:

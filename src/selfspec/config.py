@@ -8,6 +8,7 @@ default in params.yaml.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
@@ -72,6 +73,12 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # Each value names a row of the report: a repeated one would overwrite its twin.
 _DISTINCT = AfterValidator(_distinct)
+
+
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    if list(values) != sorted(set(values)):
+        raise rule("", list(values), "numbers that ascend, each once", "put them in order")
+    return values
 
 
 class _Section(BaseModel):
@@ -193,6 +200,8 @@ class DistillConfig(_Section):
     temperature: NaturalFloat
     batch_size: PositiveInt
     records_per_shard: PositiveInt
+    text: Literal["completions", "corpus"] = "completions"
+    states: Literal["cached", "live"] = "cached"
 
     @model_validator(mode="after")
     def _prefixes_fit(self) -> DistillConfig:
@@ -204,10 +213,16 @@ class DistillConfig(_Section):
 
 # What a head type can vary beyond what all have; an option that a type lacks stays at its default.
 HEAD_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "shared": ("norms", "layers", "init"),
+    "shared": ("norms", "layers", "init", "middle_layers"),
     "cascade": ("branch_norm", "block", "init", "output"),
     "parallel": ("layers", "output"),
 }
+
+
+# Values of head.init whose weights are read from files; the others make them.
+FROM_FILES = ("native", "checkpoint")
+# What a run writes itself: DVC removes it before the stage that would start from it.
+_OWN_HEADS = ("models/head_ce", "models/head")
 
 
 class HeadConfig(_Section):
@@ -217,7 +232,9 @@ class HeadConfig(_Section):
     depth_decay: UnitFloat
     norms: Literal["inputs", "joint"] = "inputs"
     layers: Annotated[int, Field(ge=1, le=2), BeforeValidator(_number)] = 1
-    init: Literal["random", "last_layer"] = "random"
+    init: Literal["random", "last_layer", "native", "checkpoint"] = "random"
+    checkpoint: Text | None = None
+    middle_layers: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)] = ()
     branch_norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     block: Literal["backbone", "encoder"] = "backbone"
     output: Literal["shared", "own"] = "shared"
@@ -230,13 +247,36 @@ class HeadConfig(_Section):
     @model_validator(mode="after")
     def _options_of_the_type(self) -> HeadConfig:
         for name in dict.fromkeys(name for names in HEAD_OPTIONS.values() for name in names):
-            default = type(self).model_fields[name].default
-            if name not in HEAD_OPTIONS[self.type] and getattr(self, name) != default:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if name not in HEAD_OPTIONS[self.type] and value != default:
                 owners = " or ".join(kind for kind, names in HEAD_OPTIONS.items() if name in names)
+                if isinstance(value, tuple):
+                    value, default = list(value), list(default)  # as YAML spells them
                 allowed = f"{default} with type: {self.type}"
-                raise rule(name, getattr(self, name), allowed, f"change it back, or choose type: {owners}")
+                raise rule(name, value, allowed, f"change it back, or choose type: {owners}")
         if self.init == "last_layer" and self.block == "encoder":
             raise rule("init", self.init, "random with block: encoder", "change it back, or choose block: backbone")
+        return self
+
+    @model_validator(mode="after")
+    def _start_is_named(self) -> HeadConfig:
+        if self.init == "native":
+            form = {"type": "shared", "norms": "inputs", "layers": 1}
+            if changed := [f"{name}: {getattr(self, name)}" for name in form if getattr(self, name) != form[name]]:
+                allowed = f"random or last_layer or checkpoint with {changed[0]}"
+                wanted = ", ".join(f"{name}: {value}" for name, value in form.items())
+                raise rule("init", self.init, allowed, f"a native head is of {wanted}; choose these or another init")
+        if (self.checkpoint is None) == (self.init == "checkpoint"):
+            allowed = "a directory with head.json and head.safetensors" if self.checkpoint is None else "null"
+            action = (
+                "name one, or choose another init"
+                if self.checkpoint is None
+                else "remove it, or choose init: checkpoint"
+            )
+            raise rule("checkpoint", self.checkpoint, f"{allowed} with init: {self.init}", action)
+        if self.checkpoint is not None and os.path.relpath(self.checkpoint) in _OWN_HEADS:
+            allowed = f"another directory than {' and '.join(_OWN_HEADS)}, which this run overwrites"
+            raise rule("checkpoint", self.checkpoint, allowed, "copy it, and name the copy")
         return self
 
 
@@ -252,6 +292,18 @@ class TrainConfig(_Section):
     dtype: Literal["float32", "bfloat16"]
     eval_every: PositiveFloat
     chunk_rows: PositiveInt
+
+
+class SharedTrainConfig(_Section):
+    """What both training stages share."""
+
+    data_fraction: UnitFloat = 1.0
+    on_policy: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_number)] = 0.0
+    micro_batch: NaturalInt = 0
+    resume_steps: NaturalInt = 0
+    unfrozen_layers: NaturalInt = 0
+    backbone_learning_rate: PositiveFloat = 1.0e-5
+    main_weight: NaturalFloat = 1.0
 
 
 class LossConfig(_Section):
@@ -298,6 +350,7 @@ class Config(_Section):
     shard: ShardConfig
     distill: DistillConfig
     head: HeadConfig
+    train: SharedTrainConfig
     train_ce: TrainConfig
     train_kl: TrainConfig
     loss: LossConfig
@@ -314,6 +367,17 @@ class Config(_Section):
                 if count > self.head.depths:
                     allowed = f"at most head.depths, {self.head.depths}, with head.type: {self.head.type}"
                     raise rule(name, count, allowed, "lower it or raise head.depths")
+        return self
+
+    @model_validator(mode="after")
+    def _regimes_fit(self) -> Config:
+        """A backbone that changes has no states to keep; a head that reads no tokens has no drafts to read."""
+        if self.train.unfrozen_layers and self.distill.states == "cached":
+            allowed = f"live with train.unfrozen_layers: {self.train.unfrozen_layers}: a backbone in training changes"
+            raise rule("distill.states", self.distill.states, allowed, "set it to live, or unfreeze nothing")
+        if self.train.on_policy and self.head.type == "parallel":
+            allowed = "0 with head.type: parallel, which reads no drafts"
+            raise rule("train.on_policy", self.train.on_policy, allowed, "set it to 0, or choose another type")
         return self
 
     @model_validator(mode="after")
@@ -365,3 +429,19 @@ def load(path: str | Path = "params.yaml") -> Config:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}; mend it there") from None
     return parse(raw)
+
+
+def require_checkpoint(head: HeadConfig, root: Path = Path(".")) -> None:
+    """Refuse a ``head.checkpoint`` that is not there: two looks at the disk, before anything is computed.
+
+    Raises:
+        ConfigError: naming it, what belongs there and what to do.
+    """
+    if head.checkpoint is None:
+        return
+    for name in ("head.json", "head.safetensors"):
+        if not (root / head.checkpoint / name).is_file():
+            raise ConfigError(
+                f"head.checkpoint: got {head.checkpoint!r}, which holds no {name}; allowed: a directory with head.json "
+                "and head.safetensors, as a run leaves in models/head; copy one there, or choose another init"
+            )

@@ -107,6 +107,13 @@ class TestSectionsRead:
     def test_attributes_of_the_config(self):
         assert self._read("def f(c: Config): g(c.seed, c.loss.eta)") == {"seed", "loss"}
 
+    def test_keys_of_the_head(self):
+        """Only keys that params.yaml has; the section, where it is used as a whole as well."""
+        assert self._read("def f(c: Config): g(c.head.depths, c.loss.eta)") == {"head.depths", "loss"}
+        assert self._read("def f(c: Config): f(c.head.depths)") == {"head.depths"}
+        assert self._read("def f(c: Config): g(c.head.depths, c.head)") == {"head"}
+        assert self._read("def f(c: Config): g(c.head.model_dump(), c.head.options)") == {"head"}
+
     def test_a_local_function_is_followed(self):
         assert self._read("def f(c: Config): g(c)\ndef g(d: Config): d.seed") == {"seed"}
 
@@ -124,7 +131,8 @@ class TestImports:
     def root(self, tmp_path):
         files = {
             "stages/__init__.py": '"""Stages."""\nimport sys\n',
-            "stages/one.py": "from selfspec.a import f\ndef one(config: Config): f(config.seed, config.loss)\n",
+            "stages/one.py": "from selfspec.a import f\n"
+            "def one(config: Config): f(config.seed, config.loss, config.head.depths)\n",
             "stages/two.py": "import selfspec.b.c\n",
             "src/selfspec/__init__.py": '"""Package."""\n__version__ = "1"\n',
             "src/selfspec/a.py": "import os\ndef f():\n    from selfspec.b import d\n",
@@ -169,7 +177,7 @@ class TestImports:
             "      - stages/one.py   # the script\n"
             "      - src/selfspec/unused.py\n"
             "      - data/text       # stays\n"
-            "    params: [seed, accept]\n"
+            "    params: [seed, head, accept]\n"
         )
         after = (
             "stages:\n"
@@ -182,7 +190,7 @@ class TestImports:
             "      - src/selfspec/b/e.py\n"
             "      - src/selfspec/b/templates/card.txt\n"
             "      - data/text       # stays\n"
-            "    params: [seed, loss]\n"
+            "    params: [seed, head.depths, loss]\n"
         )
         assert synced(root, before) == after
         assert synced(root, after) == after

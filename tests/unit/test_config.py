@@ -121,6 +121,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed_and_what_to_do(name, value,
             "got 'x'; allowed: pypi:FILE, hf:OWNER/NAME or file:PATH; set it in params.yaml",
         ),
         ("bench.num_drafts[1]", 0, "got 0; allowed: a whole number >= 1; set it in params.yaml"),
+        ("head.middle_layers[0]", 0, "got 0; allowed: a whole number >= 1; set it in params.yaml"),
     ],
 )
 def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, value, expected):
@@ -216,9 +217,46 @@ def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, valu
             "head.layers: got 2; allowed: 1 with type: cascade; change it back, or choose type: shared or parallel",
         ),
         (
+            _with(head__type="parallel", head__middle_layers=[1]),
+            "head.middle_layers: got [1]; allowed: [] with type: parallel; change it back, or choose type: shared",
+        ),
+        (
+            _with(head__middle_layers=[2, 1]),
+            "head.middle_layers: got [2, 1]; allowed: numbers that ascend, each once; put them in order",
+        ),
+        (
+            _with(head__middle_layers=[1, 1]),
+            "head.middle_layers: got [1, 1]; allowed: numbers that ascend, each once; put them in order",
+        ),
+        (
             _with(head__type="cascade", head__block="encoder", head__init="last_layer"),
             "head.init: got 'last_layer'; allowed: random with block: encoder; "
             "change it back, or choose block: backbone",
+        ),
+        (
+            _with(head__type="cascade", head__init="native"),
+            "head.init: got 'native'; allowed: random or last_layer or checkpoint with type: cascade; "
+            "a native head is of type: shared, norms: inputs, layers: 1; choose these or another init",
+        ),
+        (
+            _with(head__norms="joint", head__init="native"),
+            "head.init: got 'native'; allowed: random or last_layer or checkpoint with norms: joint; "
+            "a native head is of type: shared, norms: inputs, layers: 1; choose these or another init",
+        ),
+        (
+            _with(head__init="checkpoint"),
+            "head.checkpoint: got null; allowed: a directory with head.json and head.safetensors with "
+            "init: checkpoint; name one, or choose another init",
+        ),
+        (
+            _with(head__checkpoint="heads/first"),
+            "head.checkpoint: got 'heads/first'; allowed: null with init: random; "
+            "remove it, or choose init: checkpoint",
+        ),
+        (
+            _with(head__init="checkpoint", head__checkpoint="./models/head/"),
+            "head.checkpoint: got './models/head/'; allowed: another directory than models/head_ce and models/head, "
+            "which this run overwrites; copy it, and name the copy",
         ),
         (
             _with(shard__sources__0__options={1: 2}),

@@ -1,14 +1,17 @@
 """Our forward pass against transformers' own, with caches of any raggedness."""
 
+import re
+
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
 
-from selfspec.backbones.block import check_supported, norm_function
+from selfspec.backbones.block import SUPPORTED_MODEL_TYPES, check_supported, norm_function
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.load import BackboneError
 from selfspec.backbones.rotary import RotaryTable
+from selfspec.heads.shared import SharedHead
 from tests.unit import tiny, tiny_heads
 from tests.unit.tiny_families import FAMILIES, WINDOW, family
 
@@ -72,6 +75,39 @@ def test_the_windows_under_test_hide_something(name):
     assert difference[WINDOW] > 1e-2
 
 
+@pytest.mark.parametrize("layers", [[1], [3], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_middle_states_are_transformers_own_over_their_root_mean_square(name, layers):
+    """hidden_states[n] of transformers is what layer n gave, counted from 1; ragged rows, cached steps."""
+    model = family(name, num_hidden_layers=4)
+    plain, decoder = Decoder(model), Decoder(model, middle_layers=layers)
+    assert (plain.state_width, decoder.state_width) == (32, 32 * (1 + len(layers)))
+    texts = [torch.tensor(tiny_heads.prompt(length, seed=length)) for length in (20, 12)]
+    cut = [15, 3]
+    cache, hidden = decoder.prefill([text[:n].tolist() for text, n in zip(texts, cut, strict=True)], 40)
+    steps = decoder.forward(torch.stack([text[n : n + 5] for text, n in zip(texts, cut, strict=True)]), cache)
+    for text, n, before, after in zip(texts, cut, hidden, steps, strict=True):
+        expected = tiny_heads.backbone_states(model, text, layers)
+        _close(torch.cat([before, after]), expected[: n + 5])
+        middle = expected[:, 32:].unflatten(-1, (len(layers), 32))
+        torch.testing.assert_close(middle.square().mean(-1), torch.ones(len(text), len(layers)), atol=1e-4, rtol=0)
+        assert torch.equal(decoder.logits(after), plain.logits(after[:, :32].contiguous()))
+        torch.testing.assert_close(decoder.logits(after), model.lm_head(expected[n : n + 5, :32]), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [[0], [4], [1, 4], [2, 1], [2, 2]], ids=str)
+def test_middle_layers_that_the_backbone_lacks_are_refused(layers):
+    expected = (
+        rf"^head\.middle_layers: got {re.escape(str(layers))}; allowed: ascending numbers from 1, below 4, the last "
+        r"layer of this backbone, after which comes the final state; choose others, or \[\] for none$"
+    )
+    model = tiny.llama(num_hidden_layers=4)
+    with pytest.raises(BackboneError, match=expected):
+        Decoder(model, middle_layers=layers)
+    with pytest.raises(BackboneError, match=expected):
+        SharedHead(model, 2, middle_layers=layers)
+
+
 def test_rows_can_be_dropped_and_replaced():
     model = tiny.llama()
     decoder = Decoder(model)
@@ -125,7 +161,7 @@ def test_an_unsupported_family_is_refused_with_what_it_lacks_here(config, lackin
     ) as caught:
         check_supported(config)
     line = str(caught.value)
-    assert line.endswith("allowed: gemma3_text, llama, mistral, qwen2, qwen3")
+    assert line.endswith("allowed: " + ", ".join(SUPPORTED_MODEL_TYPES))
     assert "\n" not in line
 
 

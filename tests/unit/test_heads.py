@@ -44,7 +44,7 @@ def _chain(drafter, state, drafts, cache, depths=DEPTHS):
 def test_drafting_equals_training_after_every_accept_count(model, options, accepted, start):
     """Cached = uncached: whatever a round accepted, a chain of true tokens is the teacher-forced one."""
     head = tiny_heads.random_head(model, DEPTHS, ids=EVEN, **options)
-    decoder = Decoder(model)
+    decoder = tiny_heads.decoder_for(model, options)
     drafter = drafter_for(decoder, tiny_heads.trained(model, head, EVEN))
     text = torch.tensor(tiny_heads.prompt(30, seed=accepted))
     hidden, expected = tiny_heads.forced(model, head, text, DEPTHS)
@@ -70,7 +70,7 @@ def test_drafting_equals_training_after_every_accept_count(model, options, accep
 @variants
 def test_ragged_rows_draft_as_they_would_alone(model, options):
     head = tiny_heads.random_head(model, DEPTHS, **options)
-    drafter = drafter_for(Decoder(model), tiny_heads.trained(model, head))
+    drafter = drafter_for(tiny_heads.decoder_for(model, options), tiny_heads.trained(model, head))
     texts = [torch.tensor(tiny_heads.prompt(30, seed=seed)) for seed in range(4)]
     hidden, expected = zip(*(tiny_heads.forced(model, head, text, DEPTHS) for text in texts), strict=True)
     tokens, states = torch.stack(texts), torch.stack(hidden)
@@ -99,7 +99,7 @@ def test_ragged_rows_draft_as_they_would_alone(model, options):
 def test_packed_documents_train_as_they_would_alone(model, options):
     head = tiny_heads.random_head(model, 3, **options)
     texts, prompts = [torch.tensor(tiny_heads.prompt(n, seed=n)) for n in (11, 2, 7)], [4, 1, 2]
-    hidden = [model.model(text[None]).last_hidden_state[0] for text in texts]
+    hidden = [tiny_heads.backbone_states(model, text, head.middle_layers) for text in texts]
     embedding, table = model.get_input_embeddings().weight, RotaryTable(model, 64, torch.float32)
     together = head(pack(texts, prompts, 3), torch.cat(hidden), embedding, table)
     alone = [
@@ -113,7 +113,7 @@ def test_packed_documents_train_as_they_would_alone(model, options):
 @variants
 @pytest.mark.parametrize("num_drafts", [1, 2, 4])
 def test_greedy_text_stays_the_backbone_s(model, options, num_drafts):
-    decoder = Decoder(model)
+    decoder = tiny_heads.decoder_for(model, options)
     drafter = tiny_heads.drafter(decoder, model, EVEN, depths=DEPTHS, **options)
     prompts = [tiny_heads.prompt(length, seed=length) for length in (17, 1, 2, 30)]
     expected = stock_greedy(model, prompts, 20)
@@ -155,11 +155,67 @@ def test_a_shared_head_recurses_beyond_its_depths(model, options):
         torch.testing.assert_close(actual[0], expected[depth, 6], atol=1e-4, rtol=1e-3)
 
 
+# Middle layers
+
+
+def test_a_head_with_middle_layers_starts_as_one_without():
+    model = tiny.llama(num_hidden_layers=4).requires_grad_(False)
+    plain, wide = (
+        build.construct("shared", model, DEPTHS, tiny_heads.vocabulary(model), options)
+        for options in _seeded([{}, {"middle_layers": [1, 3]}])
+    )
+    assert wide.middle_proj.weight.shape == (32, 64)
+    assert {name for name, _ in wide.named_parameters()} - {name for name, _ in plain.named_parameters()} == {
+        "middle_proj.weight"
+    }
+    text = torch.tensor(tiny_heads.prompt(20))
+    assert torch.equal(
+        tiny_heads.forced(model, wide, text, DEPTHS)[1], tiny_heads.forced(model, plain, text, DEPTHS)[1]
+    )
+
+
+def _seeded(items):
+    """Each item with the same random state."""
+    for item in items:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            yield item
+
+
+def test_middle_states_join_at_depth_1_and_reach_deeper_ones_through_it_alone():
+    """By hand: what the projection adds at depth 1; deeper, the block's input has no part of it."""
+    model = tiny.llama(num_hidden_layers=4).requires_grad_(False)
+    head = tiny_heads.random_head(model, DEPTHS, middle_layers=[1, 3])
+    text = torch.tensor(tiny_heads.prompt(12))
+    hidden = tiny_heads.backbone_states(model, text, [1, 3])
+    embedding = torch.randn(12, 32)
+    weight = head.middle_proj.weight
+    added = hidden[:, 32:64] @ weight[:, :32].T + hidden[:, 64:] @ weight[:, 32:].T
+    torch.testing.assert_close(head.first_input(embedding, hidden), head.combine(embedding, hidden[:, :32]) + added)
+    inputs = []
+    combine = head.combine
+    head.combine = lambda embedding, state: inputs.append(state) or combine(embedding, state)
+    _, states = tiny_heads.forced(model, head, text, DEPTHS)
+    assert torch.equal(inputs[0], hidden[:, :32])
+    for depth in range(1, DEPTHS):
+        assert torch.equal(inputs[depth], states[depth - 1])
+
+
+def test_a_decoder_that_gives_other_layers_than_the_head_reads_is_refused(model):
+    head = tiny_heads.trained(model, tiny_heads.random_head(model, middle_layers=[1]))
+    with pytest.raises(
+        ValueError, match=r"middle_layers: got \(\) of the decoder, allowed: \(1,\), which the head reads"
+    ):
+        drafter_for(Decoder(model), head)
+    with pytest.raises(ValueError, match=r"got \(1,\) of the decoder, allowed: \(\)"):
+        tiny_heads.drafter(Decoder(model, middle_layers=[1]), model, kind="cascade")
+
+
 # The gate: a head that learned one text by heart drafts all of it
 
 
 @pytest.mark.parametrize(
-    "name", ["shared-joint-two-layers", "cascade", "cascade-encoder-own", "parallel-own-two-layers"]
+    "name", ["shared-joint-two-layers", "shared-middle", "cascade", "cascade-encoder-own", "parallel-own-two-layers"]
 )
 def test_overfitting_one_text_accepts_full_blocks(name):
     """Any shift between states, embeddings, labels, rows or caches of training and serving breaks this."""
@@ -175,7 +231,7 @@ def test_overfitting_one_text_accepts_full_blocks(name):
         head = build.construct(options.pop("kind"), model, 3, vocab, options)
     trained = checkpoint.TrainedHead(head, vocab, {})
     packed = pack([text], [len(prompt)], 3)
-    hidden = model.model(text[None]).last_hidden_state[0]
+    hidden = tiny_heads.backbone_states(model, text, head.middle_layers)
     table, embedding = RotaryTable(model, 64, torch.float32), model.get_input_embeddings().weight
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     for _ in range(150):
@@ -189,7 +245,7 @@ def test_overfitting_one_text_accepts_full_blocks(name):
         loss.backward()
         optimizer.step()
     assert all(parameter.grad is not None for parameter in head.parameters())
-    decoder = Decoder(model)
+    decoder = tiny_heads.decoder_for(model, VARIANTS[name])
     result = speculate(decoder, drafter_for(decoder, trained), [prompt], max_new_tokens=37, num_drafts=3, rule=Greedy())
     assert result.completions == [completion]
     assert result.rounds == [[(3, 3)] * 9]  # one token of the prefill, then 9 rounds of K + 1

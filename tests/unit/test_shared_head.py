@@ -41,11 +41,15 @@ class Reference:
         self.embedding = model.get_input_embeddings().weight
 
     def _input(self, token, state, position):
+        size = len(self.embedding[0])
+        state, middle = state[:size], state[size:]
         embedding = torch.zeros_like(state) if position == 0 else self.embedding[token]
         if self.head.options["norms"] == "joint":
-            return _norm(self.head.eh_proj.weight @ torch.cat([embedding, state]), self.head.pre_norm)
-        joined = torch.cat([_norm(embedding, self.head.enorm), _norm(state, self.head.hnorm)])
-        return self.head.eh_proj.weight @ joined
+            x = _norm(self.head.eh_proj.weight @ torch.cat([embedding, state]), self.head.pre_norm)
+        else:
+            joined = torch.cat([_norm(embedding, self.head.enorm), _norm(state, self.head.hnorm)])
+            x = self.head.eh_proj.weight @ joined
+        return x + self.head.middle_proj.weight @ middle if len(middle) else x
 
     def _qkv(self, layer, x, position):
         attention, size = layer.self_attn, self.head.head_dim
@@ -91,7 +95,7 @@ def _text(length):
 def test_training_forward_equals_the_plain_definition(model, options):
     head = tiny_heads.random_head(model, DEPTHS, **options)
     texts, prompts = [_text(11), _text(7)], [4, 2]
-    hidden = [model.model(text[None]).last_hidden_state[0] for text in texts]
+    hidden = [tiny_heads.backbone_states(model, text, head.middle_layers) for text in texts]
     packed = pack(texts, prompts, DEPTHS)
     table = RotaryTable(model, 64, torch.float32)
     states = head(packed, torch.cat(hidden), model.get_input_embeddings().weight, table)

@@ -29,7 +29,8 @@ from selfspec.heads.vocab import DraftVocab, choose
 from selfspec.training import setup
 from selfspec.training.chunked import Scorer, loss_and_gradient
 from selfspec.training.data import Batch, Dataset
-from selfspec.training.loop import MasterWeights, Trainer, TrainingError, schedule
+from selfspec.training.loop import Trainer, TrainingError, schedule
+from selfspec.training.masters import MasterWeights
 from selfspec.training.setup import Muon, build_optimizers, orthogonalised
 from tests.unit import tiny, tiny_heads
 
@@ -307,8 +308,9 @@ def test_states_of_other_completions_are_refused(model, tmp_path):
 def test_masters_collect_what_bfloat16_cannot_hold():
     module = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(module.weight)
-    masters = MasterWeights(module, torch.bfloat16)
-    optimizer = torch.optim.SGD(masters.masters, lr=1.0)
+    exact = dict(module.named_parameters())
+    masters = MasterWeights(dict(module.to(torch.bfloat16).named_parameters()), exact)
+    optimizer = torch.optim.SGD(masters.masters.values(), lr=1.0)
     seen = []
     for _ in range(40):  # steps of 2^-12: a sixteenth of what bfloat16 resolves below 1
         module.weight.grad = torch.full_like(module.weight, 2.0**-12)
@@ -319,7 +321,7 @@ def test_masters_collect_what_bfloat16_cannot_hold():
         seen.append(float(module.weight.detach()[0, 0]))
     assert float(norm) == pytest.approx(2 * 2.0**-12)  # four equal gradients
     assert module.weight.dtype == torch.bfloat16
-    assert torch.allclose(masters.masters[0], torch.full((1, 4), 1 - 40 * 2.0**-12), atol=0)
+    assert torch.allclose(masters.masters["weight"], torch.full((1, 4), 1 - 40 * 2.0**-12), atol=0)
     assert seen[0] == 1.0
     assert seen[-1] == float(torch.tensor(1 - 40 * 2.0**-12).bfloat16())
 
@@ -602,8 +604,8 @@ def test_lambda_of_the_whole_batch_does_not_depend_on_its_parts(model, tmp_path,
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         trainer = _trainer(model, data, objective=objective, batch_sequences=4)
-        optimizers = build_optimizers(trainer.masters.named(), trainer.config)
-        tally, norm = trainer.step(data.parts(range(4), threads), optimizers)
+        optimizers = build_optimizers(trainer.masters.masters, trainer.config)
+        tally, norm, _ = trainer.step(range(4), optimizers)
         norms.append([*tally.loss.tolist(), norm])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 

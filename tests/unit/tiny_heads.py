@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from selfspec.heads.alignment import pack
 from selfspec.heads.build import construct
 from selfspec.heads.checkpoint import TrainedHead
 from selfspec.heads.vocab import DraftVocab
+from tests.unit.tiny_families import norm_range
 
 # Every type, and every option away from its default at least once: `kind` and options of `random_head`.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -21,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared-joint": {"kind": "shared", "norms": "joint"},
     "shared-two-layers": {"kind": "shared", "layers": 2},
     "shared-joint-two-layers": {"kind": "shared", "norms": "joint", "layers": 2},
+    "shared-middle": {"kind": "shared", "middle_layers": [1]},
+    "shared-joint-middle": {"kind": "shared", "norms": "joint", "layers": 2, "middle_layers": [1]},
     "cascade": {"kind": "cascade"},
     "cascade-layernorm": {"kind": "cascade", "branch_norm": "layernorm"},
     "cascade-encoder-own": {"kind": "cascade", "branch_norm": "layernorm", "block": "encoder", "output": "own"},
@@ -48,7 +52,7 @@ def random_head(
         head = construct(kind, model, depths, vocabulary(model, ids), options).requires_grad_(False)
         for name, weight in head.named_parameters():
             if "norm" in name:
-                torch.nn.init.uniform_(weight, 0.5, 1.5)
+                torch.nn.init.uniform_(weight, *norm_range(model))
             elif "lm_heads" in name:
                 weight.add_(torch.randn_like(weight), alpha=std / 4)
             else:
@@ -72,9 +76,22 @@ def drafter(decoder: Decoder, model: PreTrainedModel, ids: torch.Tensor | None =
     return drafter_for(decoder, trained(model, random_head(model, ids=ids, **options), ids))
 
 
+def decoder_for(model: PreTrainedModel, options: dict[str, Any]) -> Decoder:
+    """A decoder that gives what a head of ``options`` reads."""
+    return Decoder(model, middle_layers=options.get("middle_layers", ()))
+
+
+def backbone_states(model: PreTrainedModel, text: torch.Tensor, middle_layers: Sequence[int] = ()) -> torch.Tensor:
+    """``[T, W]`` states of ``text [T]`` as stock transformers has them, those of middle layers normalised beside."""
+    out = model.get_decoder()(text[None], output_hidden_states=True)
+    middle = [out.hidden_states[layer][0] for layer in middle_layers]
+    unit = [state / (state.square().mean(-1, keepdim=True) + 1e-6).sqrt() for state in middle]
+    return torch.cat([out.last_hidden_state[0], *unit], dim=-1)
+
+
 def forced(model: PreTrainedModel, head: Any, text: torch.Tensor, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The backbone's states ``[T, H]`` of ``text`` and training's ``[K, T - 2, H]``, by depth and anchor."""
-    hidden = model.model(text[None]).last_hidden_state[0]
+    """The backbone's states ``[T, W]`` of ``text`` and training's ``[K, T - 2, H]``, by depth and anchor."""
+    hidden = backbone_states(model, text, head.middle_layers)
     packed = pack([text], [1], depths)  # a prompt of one token: every anchor is active
     assert packed.anchors.tolist() == list(range(len(text) - 2))
     states = head(packed, hidden, model.get_input_embeddings().weight, RotaryTable(model, 128, torch.float32))

@@ -7,11 +7,14 @@ how many to keep. A rejection therefore needs no cropping: the next forward over
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.backbones import middle
 from selfspec.backbones.block import (
     FusedBlock,
     attention_scale,
@@ -210,13 +213,24 @@ def embed(tokens: Tensor, weight: Tensor, scale: float) -> Tensor:
 class Decoder:
     """Backbone weights arranged for decoding. ``forward`` gives final hidden states, ``logits`` scores them.
 
+    Args:
+        middle_layers: those whose states go beside the final one (``middle``): what its head's ``middle_layers`` say.
+
     Attributes:
         rotary: the positions of heads, which are of the kind of the backbone's full-attention layers.
+        state_width: W, columns of a state: the hidden size, times 1 + the number of middle layers.
+
+    Raises:
+        BackboneError: an unsupported family, or middle layers that it does not have.
     """
 
-    def __init__(self, model: PreTrainedModel, max_positions: int = 4096) -> None:
+    def __init__(self, model: PreTrainedModel, max_positions: int = 4096, middle_layers: Sequence[int] = ()) -> None:
         config = model.config
         check_supported(config)
+        middle.check(middle_layers, model)
+        self.middle_layers = tuple(middle_layers)
+        self.hidden_size: int = config.hidden_size
+        self.state_width = middle.width(self.hidden_size, self.middle_layers)
         inner = model.get_decoder()
         weight = input_embeddings(model)
         self.dtype, self.device = weight.dtype, weight.device
@@ -228,7 +242,7 @@ class Decoder:
         self.rotary = RotaryTable(model, self.max_positions, self.dtype)
         self.blocks = [FusedBlock(layer, self.head_dim, self.dtype) for layer in inner.layers]
         self._views, kinds = self._kinds(model)
-        self._layers = list(zip(range(len(kinds)), self.blocks, kinds, strict=True))
+        self._layers = [(index, block, kinds[index]) for index, block in enumerate(self.blocks)]
         self.embedding: Tensor = weight.detach()
         self.embedding_scale = embedding_scale(model)
         self.lm_head: Tensor = output_projection(model).detach()
@@ -236,15 +250,15 @@ class Decoder:
         self.norm = norm_function(inner.norm, self.dtype)
         self.end_tokens = end_tokens(model)
 
-    def _kinds(self, model: PreTrainedModel) -> tuple[list[tuple[RotaryTable, int | None]], list[int]]:
-        """Rotary table and window of each kind of layer, and by layer the number of its kind."""
+    def _kinds(self, model: PreTrainedModel) -> tuple[list[tuple[RotaryTable, int | None]], dict[int, int]]:
+        """Rotary table and window of each kind of attention, and by layer with attention the number of its kind."""
         views: dict[int | None, tuple[RotaryTable, int | None]] = {None: (self.rotary, None)}
         of_layers = windows(model)
-        for layer, window in enumerate(of_layers):
+        for layer, window in of_layers.items():
             if window not in views:
                 views[window] = RotaryTable(model, self.max_positions, self.dtype, layer), window
-        used = [window for window in views if window in of_layers]
-        return [views[window] for window in used], [used.index(window) for window in of_layers]
+        used = [window for window in views if window in of_layers.values()]
+        return [views[window] for window in used], {layer: used.index(of_layers[layer]) for layer in of_layers}
 
     def new_cache(self, rows: int, limit: int) -> RaggedCache:
         """An empty cache. Raises ValueError beyond the backbone's context."""
@@ -254,7 +268,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: RaggedCache) -> Tensor:
-        """Final-norm hidden states ``[rows, time, hidden]`` of ``tokens [rows, time]``, appended to ``cache``.
+        """Final-norm hidden states ``[rows, time, W]`` of ``tokens [rows, time]``, appended to ``cache``.
 
         The cache's lengths stay as they are until ``cache.advance``.
         """
@@ -262,12 +276,15 @@ class Decoder:
         views = [(*table.at(slots.positions), slots.within(window)) for table, window in self._views]
         causal, scale = slots.causal, self.scale
         x = self.embed(tokens)
+        beside: list[Tensor] = []
         for index, block, kind in self._layers:
             cos, sin, mask = views[kind]
-            q, k, v = block.qkv(x, cos, sin)
+            q, k, v, gate = block.qkv(x, cos, sin)
             keys, values = cache.write(index, k, v, slots)
-            x = block.finish(x, attend(q, keys, values, mask, causal, scale))
-        return self.norm(x)
+            x = block.finish(x, attend(q, keys, values, mask, causal, scale), gate)
+            if index + 1 in self.middle_layers:
+                beside.append(middle.normalised(x))
+        return torch.cat([self.norm(x), *beside], dim=-1) if beside else self.norm(x)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings ``[..., hidden]`` of ``tokens [...]``."""
@@ -275,12 +292,12 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, ``[..., vocabulary]``."""
-        return self._score(hidden)
+        """Scores of the next token, ``[..., vocabulary]``, from states with middle layers or without."""
+        return self._score(middle.final(hidden, self.hidden_size))
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], limit: int) -> tuple[RaggedCache, list[Tensor]]:
-        """Run prompts of any lengths (right-padded); return the cache and each row's states ``[time, hidden]``."""
+        """Run prompts of any lengths (right-padded); return the cache and each row's states ``[time, W]``."""
         cache = self.new_cache(len(prompts), limit)
         longest = max(map(len, prompts))
         padded = torch.zeros(len(prompts), longest, dtype=torch.long)

@@ -44,7 +44,7 @@ class Drafter(Protocol):
         """An empty ``DraftCache`` for texts of up to ``limit`` tokens and ``num_drafts`` drafts a round."""
 
     def observe(self, tokens: Tensor, states: Tensor, counts: list[int], cache: Any) -> Tensor:
-        """Take verified anchors in: true ``states [rows, time, H]`` with their next ``tokens [rows, time]``.
+        """Take verified anchors in: the decoder's ``states [rows, time, W]`` with their next ``tokens [rows, time]``.
 
         Row r has ``counts[r]`` real ones, at least 1. Returns ``[rows, H]`` what ``logits`` scores at depth 1.
         """
@@ -57,7 +57,14 @@ class Drafter(Protocol):
 
 
 def drafter_for(decoder: Decoder, head: TrainedHead) -> Drafter:
-    """The drafter of the head's type."""
+    """The drafter of the head's type.
+
+    Raises:
+        ValueError: the decoder gives the states of other middle layers than the head reads.
+    """
+    given, read = decoder.middle_layers, head.module.middle_layers
+    if given != read:
+        raise ValueError(f"middle_layers: got {given} of the decoder, allowed: {read}, which the head reads")
     if isinstance(head.module, CascadeHead):
         return CascadeDrafter(decoder, head)
     if isinstance(head.module, ParallelHead):

@@ -9,7 +9,8 @@ that vocabulary only, while staying normalised over all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from selfspec.backbones.decoder import Decoder
 from selfspec.distill.records import Completion
+from selfspec.errors import SelfspecError
 
 _LOGIT_ROWS = 512  # rows of full-vocabulary logits alive at once
 _NUMPY: dict[torch.dtype, np.dtype] = {
@@ -28,13 +30,18 @@ _NUMPY: dict[torch.dtype, np.dtype] = {
 }
 
 
+class StatesError(SelfspecError, ValueError):
+    """The states on disk are not what is asked for."""
+
+
 @dataclass(frozen=True)
 class States:
     """What the backbone thought over one completion, or over several back to back.
 
     Attributes:
-        hidden: ``[tokens, hidden]`` final-norm states. The last row of a completion is zero: nothing
-            follows the last token, so no draft starts there and no position is taught by it.
+        hidden: ``[tokens, W]`` final-norm states, those of the decoder's middle layers beside them
+            (``backbones/middle.py``). The last row of a completion is zero: nothing follows the last token,
+            so no draft starts there and no position is taught by it.
         lse: ``[tokens]`` float32 log-normalisers at the positions that score a completion token, else 0.
     """
 
@@ -87,15 +94,26 @@ class StoredStates:
     dtype: torch.dtype
 
     @classmethod
-    def open(cls, directory: Path, split: str, dtype: torch.dtype) -> StoredStates:
+    def open(cls, directory: Path, split: str, dtype: torch.dtype, width: int | None = None) -> StoredStates:
         """Open one split.
 
+        Args:
+            width: columns that whoever reads them needs (``Head.state_width``); default: any number.
+
         Raises:
-            ValueError: stored in another dtype than the backbone's.
+            StatesError: stored in another dtype than the backbone's, or not so many columns.
         """
-        hidden = np.load(directory / f"{split}.npy", mmap_mode="r")
+        path = directory / f"{split}.npy"
+        hidden = np.load(path, mmap_mode="r")
         if hidden.dtype != _NUMPY[dtype]:
-            raise ValueError(f"{directory}: hidden states are {hidden.dtype}, backbone.dtype asks for {dtype}")
+            raise StatesError(
+                f"{directory}: hidden states are {hidden.dtype}, backbone.dtype asks for {dtype}; rerun distill"
+            )
+        if width is not None and hidden.shape[1] != width:
+            raise StatesError(
+                f"head.middle_layers: got states of {hidden.shape[1]} columns in {path}; allowed: {width}, the final "
+                "state and those of the layers that the head reads; rerun distill"
+            )
         return cls(hidden, torch.from_numpy(np.load(directory / f"{split}_lse.npy")), dtype)
 
     def __len__(self) -> int:
@@ -105,3 +123,33 @@ class StoredStates:
         """Rows ``start`` to ``end`` in the backbone's dtype."""
         block = torch.from_numpy(np.array(self.hidden[start:end]))
         return States(block.view(torch.bfloat16) if self.dtype == torch.bfloat16 else block, self.lse[start:end])
+
+
+class LiveStates:
+    """States computed when they are asked for, with the interface of stored ones.
+
+    Args:
+        store: what stored states would be rounded to; so are these, so that either teach the same.
+    """
+
+    def __init__(self, decoder: Decoder, completions: Sequence[Completion], store: torch.dtype) -> None:
+        self.decoder, self.completions, self.store = decoder, completions, store
+        self._starts = [0]
+        for completion in completions:
+            self._starts.append(self._starts[-1] + completion.length)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def rows(self, start: int, end: int) -> States:
+        """States of one completion, which starts at token ``start`` and ends at ``end``.
+
+        Raises:
+            ValueError: no completion lies there.
+        """
+        number = bisect_right(self._starts, start) - 1
+        if self._starts[number : number + 2] != [start, end]:
+            raise ValueError(f"tokens {start} to {end} are not one completion")
+        computed = recompute(self.decoder, self.completions[number], self.store)
+        # Inference tensors cannot take part in a graph; copies can.
+        return States(computed.hidden.clone(), computed.lse.clone())

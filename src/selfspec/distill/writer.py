@@ -32,8 +32,7 @@ class _Rows:
         self.prompts: list[Prompt | None] = [None] * rows
         self.written: list[list[int]] = [[] for _ in range(rows)]
         self.last = torch.zeros(rows, dtype=torch.long, device=decoder.device)
-        width = decoder.lm_head.shape[1]
-        self.hidden = torch.zeros(rows, capacity, width, dtype=store, device=decoder.device)
+        self.hidden = torch.zeros(rows, capacity, decoder.state_width, dtype=store, device=decoder.device)
         self.lse = torch.zeros(rows, capacity, device=decoder.device)
 
     def free(self) -> list[int]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
-from selfspec.heads.protocol import Head
+from selfspec.heads.protocol import Drafts, Head
 from selfspec.heads.vocab import DraftVocab
 
 
@@ -72,8 +72,10 @@ class ParallelHead(Head):
     def output_rows(self, depth: int) -> Tensor | None:
         return None if self.lm_heads is None else self.lm_heads[depth]
 
-    def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
-        """As ``Head.forward``; ``embedding`` and ``rotary`` are not read.
+    def forward(
+        self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
+    ) -> list[Tensor]:
+        """As ``Head.forward``; ``embedding``, ``rotary`` and ``drafts`` are not read.
 
         Raises:
             ValueError: more depths packed than the head has.

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.backbones import middle
 from selfspec.backbones.linear import Linear
 from selfspec.heads.alignment import Packed
 from selfspec.heads.vocab import DraftVocab
@@ -54,9 +55,10 @@ class Scorer:
     def teacher(self, hidden: Tensor, lse: Tensor, temperature: float) -> Tensor:
         """Backbone probabilities at the draft vocabulary, ``[C, draft_vocab]``, normalised over all tokens.
 
-        ``lse`` is the log-normaliser at temperature 1; another temperature needs the whole vocabulary.
+        ``hidden [C, W]`` are the backbone's states, of which the final ones count. ``lse`` is the log-normaliser
+        at temperature 1; another temperature needs the whole vocabulary.
         """
-        hidden = hidden.to(self.lm_head.dtype)
+        hidden = middle.final(hidden, self.lm_head.shape[1]).to(self.lm_head.dtype)
         if temperature == 1:
             return _wide(self.project(hidden)).sub_(lse[:, None]).exp_()
         logits = _wide(hidden @ self.lm_head.t()).div_(temperature)

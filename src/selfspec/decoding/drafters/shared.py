@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selfspec.backbones import middle
 from selfspec.backbones.block import FusedBlock
 from selfspec.backbones.decoder import Decoder, RaggedCache, Slots, attend
 from selfspec.backbones.linear import Linear
@@ -36,6 +37,9 @@ class SharedDrafter:
             self.enorm, self.hnorm = weights.norm(module.enorm, dtype), weights.norm(module.hnorm, dtype)
         self.post_norm = weights.norm(module.post_norm, dtype)
         self.eh_proj = Linear(module.eh_proj.weight.detach().to(dtype))
+        self.middle_proj: Linear | None = None
+        if module.middle_proj is not None:
+            self.middle_proj = Linear(module.middle_proj.weight.detach().to(dtype))
         self._score = weights.scorers(decoder, head)[0]
         self._nbytes = weights.nbytes(decoder, head)
 
@@ -49,21 +53,26 @@ class SharedDrafter:
         return RaggedCache(len(self.blocks), *shape, decoder.dtype, decoder.device)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, states: Tensor, cache: RaggedCache, ahead: int = 0) -> Tensor:
+    def forward(
+        self, tokens: Tensor, states: Tensor, cache: RaggedCache, ahead: int = 0, beside: Tensor | None = None
+    ) -> Tensor:
         """Head states ``[rows, time, H]`` for embeddings of ``tokens [rows, time]`` and previous ``states``.
 
-        Writes keys behind each row's valid length plus ``ahead``; the caller advances the cache.
+        Writes keys behind each row's valid length plus ``ahead``; the caller advances the cache. ``beside`` are
+        the backbone's middle states ``[rows, time, H * M]``, at depth 1 of a head that reads them.
         """
         slots = Slots(cache, tokens.shape[1], self.decoder.group, ahead)
         embedding = self.decoder.embed(tokens)
         if min(cache.lengths) + ahead == 0:  # as vLLM serves position 0, and as the head was trained
             embedding = embedding.masked_fill((slots.positions == 0)[..., None], 0)
         x = self._combine(embedding, states)
+        if beside is not None and self.middle_proj is not None:
+            x = x + self.middle_proj(beside)
         cos, sin = self.decoder.rotary.at(slots.positions)
         for layer, block in enumerate(self.blocks):
-            q, k, v = block.qkv(x, cos, sin)
+            q, k, v, gate = block.qkv(x, cos, sin)
             keys, values = cache.write(layer, k, v, slots)
-            x = block.finish(x, attend(q, keys, values, slots.mask, slots.causal, self.decoder.scale))
+            x = block.finish(x, attend(q, keys, values, slots.mask, slots.causal, self.decoder.scale), gate)
         return self.post_norm(x)
 
     def _combine(self, embedding: Tensor, states: Tensor) -> Tensor:
@@ -72,7 +81,7 @@ class SharedDrafter:
         return self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(states)], dim=-1))
 
     def observe(self, tokens: Tensor, states: Tensor, counts: list[int], cache: RaggedCache) -> Tensor:
-        """Take verified anchors in: true ``states [rows, time, H]`` with their next ``tokens [rows, time]``.
+        """Take verified anchors in: true ``states [rows, time, W]`` with their next ``tokens [rows, time]``.
 
         Args:
             counts: how many of the ``time`` anchors are real in each row; at least 1.
@@ -80,7 +89,8 @@ class SharedDrafter:
         Returns:
             ``[rows, H]`` depth-1 state of each row's newest anchor.
         """
-        out = self.forward(tokens, states, cache)
+        final, beside = middle.split(states, self.decoder.hidden_size)
+        out = self.forward(tokens, final, cache, beside=beside)
         cache.advance(counts)
         rows = torch.arange(len(counts), device=out.device)
         return out[rows, torch.tensor(counts, device=out.device) - 1]
