@@ -74,7 +74,7 @@ deps: $(READY)  ## rewrite the code dependencies in dvc.yaml from what the stage
 	python -m tools.sync_deps
 
 .PHONY: readme
-readme: $(READY)  ## write the figures of README.md from reports/
+readme: $(READY)  ## write the figures of README.md from reports/ and recipes/
 	python -m tools.readme_figures
 
 # A variable's value if it was given to make itself: some shells export NAME.
@@ -83,6 +83,10 @@ given = $(if $(filter command line,$(origin $(1))),$($(1)))
 .PHONY: recipe
 recipe: $(READY)  ## write params.yaml from recipes/NAME.yaml and print what changed; without NAME, list the recipes
 	python -m tools.recipe $(call given,NAME) $(if $(call given,FORCE),--force)
+
+.PHONY: recipe-costs
+recipe-costs: $(READY)  ## what every recipe needs in GPU memory, disk and time: an estimate from counted work
+	python -m tools.recipe_costs
 
 .PHONY: ablations
 ablations: $(READY)  ## an experiment for each of several losses, heads and initialisations, into reports/ablations.* (hours)

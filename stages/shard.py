@@ -29,4 +29,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, before_training=True)

@@ -12,27 +12,37 @@ from selfspec.training.loop import Trainer
 from selfspec.training.setup import datasets
 from stages._run import run
 
+STAGE_1 = Path("models/head_ce")
+
 
 def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     model = load.load_model(cfg.backbone)
-    trained = checkpoint.load(Path("models/head_ce"), model, torch.float32)
-    train, validation = datasets(cfg.backbone, trained.module.depths, trained.module.state_width)
-    loss = Objective(**cfg.loss.model_dump())
+    trained = checkpoint.load(STAGE_1, model, torch.float32)
+    head = trained.module
+    train, validation = datasets(
+        cfg.backbone, cfg.train, cfg.distill.states, cfg.seed, model, head.depths, head.middle_layers
+    )
     trainer = Trainer(
         model,
-        trained.module,
+        head,
         trained.vocab,
-        loss,
+        Objective(**cfg.loss.model_dump()),
         cfg.train_kl,
         cfg.head.depth_decay,
         train,
         validation,
         cfg.seed + 1,  # another order than stage 1
+        shared=cfg.train,
+        teacher=load.load_model(cfg.train.teacher) if cfg.train.teacher else None,
+        resume=Path(".cache/train/train_kl.pt"),
+        exact=trained.backbone,
     )
-    trainer.run().write(Path("reports/train_kl.csv"))
-    checkpoint.save(Path("models/head"), trained.module, trained.vocab, cfg.backbone.name)
+    curve = trainer.run()
+    if trainer.processes.first:
+        curve.write(Path("reports/train_kl.csv"))
+        trainer.save(Path("models/head"), cfg.backbone.name, trained.facts.get("start"))
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, processes=True)

@@ -1,6 +1,6 @@
-"""Write the figures of README.md from reports/, so that none is typed by hand: ``make readme``.
+"""Write the figures of README.md from reports/ and recipes/, so that none is typed by hand: ``make readme``.
 
-Blocks stand between ``<!-- figures: NAME -->`` and ``<!-- /figures -->``; a test holds them to reports/.
+Blocks stand between ``<!-- figures: NAME -->`` and ``<!-- /figures -->``; a test holds them to their source.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from selfspec.reporting import text
 from selfspec.reporting.measures import Measures, mode_name
+from tools import recipe_costs
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[a-z]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -64,7 +65,12 @@ def table(measures: Measures, bench: dict[str, Any]) -> str:
     return text.Table(header, rows, note).markdown() + "\n"
 
 
-BLOCKS = {"headline": headline, "table": table}
+def recipes(measures: Measures, bench: dict[str, Any]) -> str:
+    """What every recipe needs; of counts alone, not of reports/."""
+    return recipe_costs.table()
+
+
+BLOCKS = {"headline": headline, "table": table, "recipes": recipes}
 
 
 def filled(readme: str, reports: Path) -> str:

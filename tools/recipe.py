@@ -1,7 +1,8 @@
 """Write params.yaml from a recipe: ``make recipe NAME=minicpm-1b-shared``; without a name, list the recipes.
 
 A recipe is laid over the default one (``recipes/smollm2-135m-shared.yaml``): sections merge, values and
-lists replace. The result is validated before anything is written, and what changes is printed.
+lists replace. ``extends: FILE``, relative to recipes/, lays that file in between. The result is validated
+before anything is written, and what changes is printed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import yaml
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
 from selfspec import config
 from selfspec.errors import SelfspecError
@@ -66,18 +68,23 @@ def build(name: str) -> Any:
         raise RecipeError(f"NAME: got {name!r}, allowed: {', '.join(names())}")
     merged = _yaml().load((RECIPES / f"{DEFAULT}.yaml").read_text())
     if name != DEFAULT:
-        merge(merged, yaml.safe_load((RECIPES / f"{name}.yaml").read_text()))
+        overlay = _yaml().load((RECIPES / f"{name}.yaml").read_text())
+        if extended := overlay.pop("extends", None):
+            merge(merged, _yaml().load((RECIPES / extended).read_text()))
+        merge(merged, overlay)
     config.parse(plain(merged))
     return merged
 
 
 def merge(base: Any, overlay: dict[str, Any]) -> None:
-    """Lay ``overlay`` over ``base`` in place; ``base`` keeps its comments."""
+    """Lay ``overlay`` over ``base`` in place; ``base`` keeps its comments, but for those inside what is replaced."""
     for key, value in overlay.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             merge(base[key], value)
-        else:
-            base[key] = value
+            continue
+        if isinstance(base, CommentedMap) and isinstance(value, list) and value and isinstance(value[0], dict):
+            base.ca.items.pop(key, None)  # comments on the old entries; the new ones bring theirs
+        base[key] = value
 
 
 def plain(node: Any) -> Any:

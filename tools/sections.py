@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from selfspec.config import Config
 
 ALL = tuple(Config.model_fields)  # in the order of params.yaml
-BY_KEY = ("head",)
-"""Declared by the keys that a stage reads: `distill` reads one, and other heads are trained on what it wrote."""
+BY_KEY = ("distill", "head")
+"""Declared by the keys that a stage reads: `distill` reads one of the head's, and training one of `distill`'s."""
 
 
 def place(name: str) -> tuple[int, str]:

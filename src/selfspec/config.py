@@ -8,6 +8,7 @@ default in params.yaml.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
@@ -199,6 +200,8 @@ class DistillConfig(_Section):
     temperature: NaturalFloat
     batch_size: PositiveInt
     records_per_shard: PositiveInt
+    text: Literal["completions", "corpus"] = "completions"
+    states: Literal["cached", "live"] = "cached"
 
     @model_validator(mode="after")
     def _prefixes_fit(self) -> DistillConfig:
@@ -216,6 +219,12 @@ HEAD_OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# Values of head.init whose weights are read from files; the others make them.
+FROM_FILES = ("native", "checkpoint")
+# What a run writes itself: DVC removes it before the stage that would start from it.
+_OWN_HEADS = ("models/head_ce", "models/head")
+
+
 class HeadConfig(_Section):
     type: Literal["shared", "cascade", "parallel"]
     depths: Annotated[int, Field(ge=1, le=16), BeforeValidator(_number)]
@@ -223,7 +232,8 @@ class HeadConfig(_Section):
     depth_decay: UnitFloat
     norms: Literal["inputs", "joint"] = "inputs"
     layers: Annotated[int, Field(ge=1, le=2), BeforeValidator(_number)] = 1
-    init: Literal["random", "last_layer"] = "random"
+    init: Literal["random", "last_layer", "native", "checkpoint"] = "random"
+    checkpoint: Text | None = None
     middle_layers: Annotated[tuple[PositiveInt, ...], AfterValidator(_ascending)] = ()
     branch_norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     block: Literal["backbone", "encoder"] = "backbone"
@@ -248,6 +258,27 @@ class HeadConfig(_Section):
             raise rule("init", self.init, "random with block: encoder", "change it back, or choose block: backbone")
         return self
 
+    @model_validator(mode="after")
+    def _start_is_named(self) -> HeadConfig:
+        if self.init == "native":
+            form = {"type": "shared", "norms": "inputs", "layers": 1, "middle_layers": ()}
+            if changed := [f"{name}: {getattr(self, name)}" for name in form if getattr(self, name) != form[name]]:
+                allowed = f"random or last_layer or checkpoint with {changed[0]}"
+                wanted = "type: shared, norms: inputs, layers: 1, middle_layers: []"
+                raise rule("init", self.init, allowed, f"a native head is of {wanted}; choose these or another init")
+        if (self.checkpoint is None) == (self.init == "checkpoint"):
+            allowed = "a directory with head.json and head.safetensors" if self.checkpoint is None else "null"
+            action = (
+                "name one, or choose another init"
+                if self.checkpoint is None
+                else "remove it, or choose init: checkpoint"
+            )
+            raise rule("checkpoint", self.checkpoint, f"{allowed} with init: {self.init}", action)
+        if self.checkpoint is not None and os.path.relpath(self.checkpoint) in _OWN_HEADS:
+            allowed = f"another directory than {' and '.join(_OWN_HEADS)}, which this run overwrites"
+            raise rule("checkpoint", self.checkpoint, allowed, "copy it, and name the copy")
+        return self
+
 
 class TrainConfig(_Section):
     epochs: PositiveFloat
@@ -261,6 +292,28 @@ class TrainConfig(_Section):
     dtype: Literal["float32", "bfloat16"]
     eval_every: PositiveFloat
     chunk_rows: PositiveInt
+
+
+class SharedTrainConfig(_Section):
+    """What both training stages share."""
+
+    data_fraction: UnitFloat = 1.0
+    on_policy: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_number)] = 0.0
+    micro_batch: NaturalInt = 0
+    resume_steps: NaturalInt = 0
+    unfrozen_layers: NaturalInt = 0
+    backbone_learning_rate: PositiveFloat = 1.0e-5
+    main_weight: NaturalFloat = 1.0
+    teacher: BackboneConfig | None = None
+    teacher_weight: NaturalFloat = 1.0
+    head_weight: NaturalFloat = 1.0
+
+    @model_validator(mode="after")
+    def _teacher_has_a_student(self) -> SharedTrainConfig:
+        if self.teacher is not None and not self.unfrozen_layers:
+            allowed = "null with unfrozen_layers: 0, where the backbone learns nothing"
+            raise rule("teacher", self.teacher.name, allowed, "unfreeze layers, or remove the teacher")
+        return self
 
 
 class LossConfig(_Section):
@@ -307,6 +360,7 @@ class Config(_Section):
     shard: ShardConfig
     distill: DistillConfig
     head: HeadConfig
+    train: SharedTrainConfig
     train_ce: TrainConfig
     train_kl: TrainConfig
     loss: LossConfig
@@ -323,6 +377,17 @@ class Config(_Section):
                 if count > self.head.depths:
                     allowed = f"at most head.depths, {self.head.depths}, with head.type: {self.head.type}"
                     raise rule(name, count, allowed, "lower it or raise head.depths")
+        return self
+
+    @model_validator(mode="after")
+    def _regimes_fit(self) -> Config:
+        """A backbone that changes has no states to keep; a head that reads no tokens has no drafts to read."""
+        if self.train.unfrozen_layers and self.distill.states == "cached":
+            allowed = f"live with train.unfrozen_layers: {self.train.unfrozen_layers}: a backbone in training changes"
+            raise rule("distill.states", self.distill.states, allowed, "set it to live, or unfreeze nothing")
+        if self.train.on_policy and self.head.type == "parallel":
+            allowed = "0 with head.type: parallel, which reads no drafts"
+            raise rule("train.on_policy", self.train.on_policy, allowed, "set it to 0, or choose another type")
         return self
 
     @model_validator(mode="after")
@@ -374,3 +439,19 @@ def load(path: str | Path = "params.yaml") -> Config:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}; mend it there") from None
     return parse(raw)
+
+
+def require_checkpoint(head: HeadConfig, root: Path = Path(".")) -> None:
+    """Refuse a ``head.checkpoint`` that is not there: two looks at the disk, before anything is computed.
+
+    Raises:
+        ConfigError: naming it, what belongs there and what to do.
+    """
+    if head.checkpoint is None:
+        return
+    for name in ("head.json", "head.safetensors"):
+        if not (root / head.checkpoint / name).is_file():
+            raise ConfigError(
+                f"head.checkpoint: got {head.checkpoint!r}, which holds no {name}; allowed: a directory with head.json "
+                "and head.safetensors, as a run leaves in models/head; copy one there, or choose another init"
+            )

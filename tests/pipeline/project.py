@@ -82,16 +82,23 @@ def stages_skipped(output: str) -> list[str]:
 
 
 def make(folder: Path, recipe: str = DEFAULT) -> Project:
-    """Clone the repository into ``folder``, take uncommitted files over, and give it a tiny run's parameters.
-
-    Of ``recipe`` the sizes are shrunk and the backbone becomes a random one of its class; head and
-    loss stay.
-    """
+    """Clone the repository into ``folder``, take uncommitted files over, and give it the tiny form of ``recipe``."""
     project = Project(folder / "project", folder / "home")
     (folder / "home").mkdir(parents=True)
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(project.root)], check=True)
     _take_working_tree_over(project.root)
     tiny.save(folder / "backbone")
+    take(project, recipe)
+    return project
+
+
+def take(project: Project, recipe: str) -> None:
+    """Give ``project`` the tiny form of ``recipe``.
+
+    Its sizes are shrunk, its backbone is a tiny random Llama and its data are four small sources; head, optimisers and
+    loss stay.
+    """
+    folder = project.root.parent
     params = plain(build(recipe))
     head = dict(params["head"])
     merge(params, yaml.safe_load(OVERLAY.read_text()))
@@ -100,7 +107,6 @@ def make(folder: Path, recipe: str = DEFAULT) -> Project:
     params["backbone"]["uri"] = f"file:{folder / 'backbone'}"
     params["shard"]["sources"] = [_source(folder, domain) for domain in _TEXTS]
     (project.root / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
-    return project
 
 
 def _take_working_tree_over(target: Path) -> None:

@@ -1,4 +1,7 @@
-"""Every recipe beside the default runs the whole chain, on a tiny random backbone of its class."""
+"""Every recipe beside the default runs the whole chain, on a tiny random backbone and tiny data.
+
+They share these, and one project: stages up to the completions run once.
+"""
 
 import json
 
@@ -9,16 +12,31 @@ from tools import recipe
 
 pytestmark = pytest.mark.pipeline
 
+TEXTS = ["shard", "distill"]
+HEADS = ["train_ce", "train_kl", "accept", "bench", "report"]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return projects.make(tmp_path_factory.mktemp("recipes"))
+
 
 @pytest.mark.parametrize("name", [name for name in recipe.names() if name != recipe.DEFAULT])
-def test_a_recipe_trains_accepts_benchmarks_and_reports(name, tmp_path):
-    project = projects.make(tmp_path, name)
-    ran = projects.stages_run(project.dvc("repro"))
-    assert sorted(ran) == sorted(["shard", "distill", "train_ce", "train_kl", "accept", "bench", "report"])
+def test_a_recipe_trains_accepts_benchmarks_and_reports(project, name):
+    projects.take(project, name)
+    output = project.dvc("repro")
+    ran = projects.stages_run(output)
+    assert sorted(ran + projects.stages_skipped(output)) == sorted(TEXTS + HEADS)
+    assert set(HEADS) <= set(ran)
     asked, head = project.params()["head"], project.json("models/head/head.json")
-    assert head["type"] == asked["type"]
+    assert (head["type"], head["depths"]) == (asked["type"], asked["depths"])
     assert {key: asked[key] for key in head["options"]} == head["options"]
     metrics = json.loads((project.root / "reports/metrics.json").read_text())
     assert metrics["accept.lossless.identical"] == metrics["accept.lossless.prompts"] > 0
     assert 1 <= metrics["accept.all.greedy.tokens_per_round"] <= project.params()["accept"]["num_drafts"] + 1
     assert asked["type"] in (project.root / "reports/MODEL_CARD.md").read_text()
+    built = recipe.plain(recipe.build(name))
+    taken = {section: project.params()[section] for section in ("head", "loss")}
+    assert taken == {section: built[section] for section in taken}
+    for stage in ("train_ce", "train_kl"):
+        assert project.params()[stage]["optimizer"] == built[stage]["optimizer"]

@@ -147,8 +147,8 @@ def test_the_encoder_layer_is_torch_s():
     assert not weights
     x = torch.randn(9, 32)
     packed = pack([torch.arange(9)], [1], 1)
-    q, k, v = layer.qkv(x, x, x)
-    actual = layer.finish(x, attend_causal(q, k, v, layout(packed), 8**-0.5))
+    q, k, v, gate = layer.qkv(x, x, x)
+    actual = layer.finish(x, attend_causal(q, k, v, layout(packed), 8**-0.5), gate)
     mask = nn.Transformer.generate_square_subsequent_mask(9)
     torch.testing.assert_close(actual, stock(x[None], src_mask=mask, is_causal=True)[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(layer.kv(x, x, x), (k, v), atol=1e-6, rtol=1e-5)

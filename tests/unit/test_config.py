@@ -233,6 +233,31 @@ def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, valu
             "change it back, or choose block: backbone",
         ),
         (
+            _with(head__type="cascade", head__init="native"),
+            "head.init: got 'native'; allowed: random or last_layer or checkpoint with type: cascade; "
+            "a native head is of type: shared, norms: inputs, layers: 1; choose these or another init",
+        ),
+        (
+            _with(head__norms="joint", head__init="native"),
+            "head.init: got 'native'; allowed: random or last_layer or checkpoint with norms: joint; "
+            "a native head is of type: shared, norms: inputs, layers: 1; choose these or another init",
+        ),
+        (
+            _with(head__init="checkpoint"),
+            "head.checkpoint: got null; allowed: a directory with head.json and head.safetensors with "
+            "init: checkpoint; name one, or choose another init",
+        ),
+        (
+            _with(head__checkpoint="heads/first"),
+            "head.checkpoint: got 'heads/first'; allowed: null with init: random; "
+            "remove it, or choose init: checkpoint",
+        ),
+        (
+            _with(head__init="checkpoint", head__checkpoint="./models/head/"),
+            "head.checkpoint: got './models/head/'; allowed: another directory than models/head_ce and models/head, "
+            "which this run overwrites; copy it, and name the copy",
+        ),
+        (
             _with(shard__sources__0__options={1: 2}),
             f"{ITEM}.options: got the key 1; allowed: a mapping whose keys are text; quote it",
         ),

@@ -171,18 +171,18 @@ def _stage(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
 
 
-def test_the_recipe_wants_revisions_and_holds_out_what_the_default_does():
+def test_the_recipe_is_pinned_and_holds_out_what_the_default_does():
     default = yaml.safe_load((ROOT / "params.yaml").read_text())
     held = [source for source in _recipe()["sources"] if source["split"] == "heldout"]
     assert held == [source for source in default["shard"]["sources"] if source["split"] == "heldout"]
     raw = {**default, "shard": {**default["shard"], **_recipe()}}
+    weights = [source.weight for source in configuration.parse(raw).shard.sources]
+    assert weights == [0.45, 0.2, 0.35, 0, 0, 0, 0]
+    for source in raw["shard"]["sources"][:3]:
+        source["archives"][0]["revision"] = None
     with pytest.raises(ConfigError) as error:
         configuration.parse(raw)
     assert str(error.value).count("revision: got null; allowed: a commit sha of hf:") == 3
-    for source in raw["shard"]["sources"][:3]:
-        source["archives"][0]["revision"] = "0" * 40
-    weights = [source.weight for source in configuration.parse(raw).shard.sources]
-    assert weights == [0.45, 0.2, 0.35, 0, 0, 0, 0]
 
 
 def test_the_default_catalogue_is_coherent():

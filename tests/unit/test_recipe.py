@@ -82,3 +82,29 @@ def test_a_recipe_that_breaks_the_schema_writes_nothing(repository, monkeypatch)
     with pytest.raises(ConfigError, match=r"^head\.depths: got 99"):
         recipe.write("wrong")
     assert (repository / "params.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("name", [name for name in recipe.names() if name != recipe.DEFAULT])
+def test_what_is_written_is_what_was_built(repository, name):
+    """Whatever an overlay replaces, comments and all."""
+    recipe.write(name)
+    assert yaml.safe_load((repository / "params.yaml").read_text()) == recipe.plain(recipe.build(name))
+    assert recipe.write(name) == []
+
+
+def test_a_recipe_takes_in_a_file_of_data_and_lays_itself_over_it(repository, monkeypatch):
+    folder = repository / "recipes"
+    (folder / "data").mkdir(parents=True)
+    shutil.copy(recipe.RECIPES / f"{recipe.DEFAULT}.yaml", folder)
+    (folder / "data/some.yaml").write_text("shard: {chunk_tokens: 7, ngram: 8}\n")
+    (folder / "other.yaml").write_text("extends: data/some.yaml\nshard: {ngram: 9}\n")
+    monkeypatch.setattr(recipe, "RECIPES", folder)
+    shard = recipe.plain(recipe.build("other"))["shard"]
+    assert (shard["chunk_tokens"], shard["ngram"], shard["probe_records"]) == (7, 9, 64)
+
+
+def test_hub_models_are_pinned():
+    for name in recipe.names():
+        backbone = recipe.plain(recipe.build(name))["backbone"]
+        assert backbone["revision"] is None or backbone["uri"].startswith("hf:")
+        assert backbone["uri"].startswith("pypi:") or len(backbone["revision"]) == 40

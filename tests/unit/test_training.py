@@ -15,7 +15,7 @@ from selfspec import losses
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.benchmark.lossless import stock_greedy
-from selfspec.config import BackboneConfig, TrainConfig
+from selfspec.config import BackboneConfig, SharedTrainConfig
 from selfspec.decoding.drafter import SharedDrafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy
@@ -30,9 +30,10 @@ from selfspec.heads.vocab import DraftVocab, choose
 from selfspec.training import setup
 from selfspec.training.chunked import Scorer, loss_and_gradient
 from selfspec.training.data import Batch, Dataset
-from selfspec.training.loop import MasterWeights, Trainer, TrainingError, schedule
+from selfspec.training.loop import Trainer, TrainingError, schedule
+from selfspec.training.masters import MasterWeights
 from selfspec.training.setup import Muon, build_optimizers, orthogonalised
-from tests.unit import tiny, tiny_heads
+from tests.unit import tiny, tiny_heads, training_data
 
 DEPTHS = 3
 WHOLE = DraftVocab(torch.arange(288), 288)
@@ -46,52 +47,12 @@ def model():
     return built
 
 
-def _completions(model, shapes):
-    """The backbone's own greedy text; ``shapes``: (prompt length, new tokens)."""
-    made = []
-    for number, (length, new) in enumerate(shapes):
-        prompt = tiny_heads.prompt(length, seed=number + 5)
-        made.append(
-            Completion(
-                f"r{number}", "s", "corpus", "chat", prompt, stock_greedy(model, [prompt], new)[0], "length", 0.0
-            )
-        )
-    return made
-
-
-def _dataset(model, completions, folder, depths=DEPTHS, middle_layers=()):
-    decoder = Decoder(model, middle_layers=middle_layers)
-    with torch.inference_mode():
-        parts = [states.recompute(decoder, completion) for completion in completions]
-    tokens = sum(completion.length for completion in completions)
-    states.write(folder, "train", parts, tokens, decoder.state_width, torch.float32)
-    stored = states.StoredStates.open(folder, "train", torch.float32, decoder.state_width)
-    return Dataset(completions, stored, depths)
-
-
-def _config(**changes):
-    plain = {
-        "epochs": 1.0,
-        "optimizer": "adamw",
-        "learning_rate": 3e-3,
-        "weight_decay": 0.0,
-        "batch_sequences": 2,
-        "warmup_fraction": 0.0,
-        "schedule": "constant",
-        "grad_clip": 1.0,
-        "dtype": "float32",
-        "eval_every": 1000.0,
-        "chunk_rows": 64,
-    }
-    return TrainConfig.model_validate(plain | changes)
-
-
-def _trainer(model, data, *, head_seed=0, seed=0, vocab=WHOLE, objective=None, middle_layers=(), **changes):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(head_seed)
-        head = SharedHead(model, data.depths, middle_layers=middle_layers)
-    objective = objective or losses.Objective("ce")
-    return Trainer(model, head, vocab, objective, _config(**changes), 0.8, data, data, seed)
+_completions, _dataset, _config, _trainer = (
+    training_data.completions,
+    training_data.dataset,
+    training_data.options,
+    training_data.trainer,
+)
 
 
 # Loss and gradient
@@ -333,11 +294,11 @@ def test_stages_refuse_states_that_their_head_cannot_read(model, tmp_path):
         parts = [states.States(torch.randn(each.length, 64), torch.randn(each.length)) for each in completions]
         states.write(tmp_path / "hidden", split, parts, 15, 64, torch.float32)
     backbone = BackboneConfig(name="tiny", license="MIT", uri="file:x", dtype="float32")
-    train, _ = setup.datasets(backbone, DEPTHS, SharedHead(model, DEPTHS, middle_layers=[1]).state_width, tmp_path)
+    train, _ = setup.datasets(backbone, SharedTrainConfig(), "cached", 0, model, DEPTHS, (1,), tmp_path)
     assert train.batch([0]).hidden.shape == (9, 64)
     expected = r"^head\.middle_layers: got states of 64 columns in .*train\.npy; allowed: 32, .*; rerun distill$"
     with pytest.raises(SelfspecError, match=expected):
-        setup.datasets(backbone, DEPTHS, SharedHead(model, DEPTHS).state_width, tmp_path)
+        setup.datasets(backbone, SharedTrainConfig(), "cached", 0, model, DEPTHS, (), tmp_path)
 
 
 # Optimisation
@@ -346,8 +307,9 @@ def test_stages_refuse_states_that_their_head_cannot_read(model, tmp_path):
 def test_masters_collect_what_bfloat16_cannot_hold():
     module = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(module.weight)
-    masters = MasterWeights(module, torch.bfloat16)
-    optimizer = torch.optim.SGD(masters.masters, lr=1.0)
+    exact = dict(module.named_parameters())
+    masters = MasterWeights(dict(module.to(torch.bfloat16).named_parameters()), exact)
+    optimizer = torch.optim.SGD(masters.masters.values(), lr=1.0)
     seen = []
     for _ in range(40):  # steps of 2^-12: a sixteenth of what bfloat16 resolves below 1
         module.weight.grad = torch.full_like(module.weight, 2.0**-12)
@@ -358,7 +320,7 @@ def test_masters_collect_what_bfloat16_cannot_hold():
         seen.append(float(module.weight.detach()[0, 0]))
     assert float(norm) == pytest.approx(2 * 2.0**-12)  # four equal gradients
     assert module.weight.dtype == torch.bfloat16
-    assert torch.allclose(masters.masters[0], torch.full((1, 4), 1 - 40 * 2.0**-12), atol=0)
+    assert torch.allclose(masters.masters["weight"], torch.full((1, 4), 1 - 40 * 2.0**-12), atol=0)
     assert seen[0] == 1.0
     assert seen[-1] == float(torch.tensor(1 - 40 * 2.0**-12).bfloat16())
 
@@ -652,8 +614,8 @@ def test_lambda_of_the_whole_batch_does_not_depend_on_its_parts(model, tmp_path,
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         trainer = _trainer(model, data, objective=objective, batch_sequences=4)
-        optimizers = build_optimizers(trainer.masters.named(), trainer.config)
-        tally, norm = trainer.step(data.parts(range(4), threads), optimizers)
+        optimizers = build_optimizers(trainer.masters.masters, trainer.config)
+        tally, norm, _ = trainer.step(range(4), optimizers)
         norms.append([*tally.loss.tolist(), norm])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 

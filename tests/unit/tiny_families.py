@@ -16,8 +16,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
+
+from selfspec.backbones.mimo import MiMoConfig
 
 WINDOW = 8
 SIZES: dict[str, Any] = {
@@ -37,6 +41,15 @@ GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 24,
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+# A quarter of a head is turned, and its size is not hidden / heads; a gate doubles the queries.
+QWEN3_5: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["full_attention"] * 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
 }
 MIXED = {"use_sliding_window": True, "sliding_window": WINDOW}
 ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
@@ -61,6 +74,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2-windows": (Qwen2Config, {**MIXED, "max_window_layers": 1}),
     "qwen2-rope-yarn": (Qwen2Config, _rope("yarn", original_max_position_embeddings=64)),
+    "mimo": (MiMoConfig, {}),
     "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-windows": (Qwen3Config, {"head_dim": 16, **MIXED, "layer_types": ALTERNATING, "attention_bias": True}),
     "gemma3": (Gemma3TextConfig, GEMMA),
@@ -68,9 +82,18 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         Gemma3TextConfig,
         {**GEMMA, "tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     ),
+    "qwen3_5-attention": (Qwen3_5TextConfig, QWEN3_5),
+    "qwen3_5-attention-biases": (Qwen3_5TextConfig, {**QWEN3_5, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_next-attention": (Qwen3NextConfig, {**QWEN3_5, "num_experts": 0}),
 }
 # One of each class of layer, with windows where it can have them: for tests of everything above the decoder.
-CLASSES = ("llama", "mistral-windows", "qwen2-windows", "qwen3-windows", "gemma3")
+CLASSES = ("llama", "mistral-windows", "qwen2-windows", "qwen3-windows", "gemma3", "qwen3_5-attention")
+
+
+def norm_range(model: PreTrainedModel) -> tuple[float, float]:
+    """What to draw norm weights from: around 1, or 0 where a family's (Gemma's, Qwen3.5's) are an offset to 1."""
+    centre = type(model.get_decoder().norm)(1).weight.item()
+    return centre - 0.5, centre + 0.5
 
 
 def family(name: str, *, ends: Any = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -87,8 +110,8 @@ def family(name: str, *, ends: Any = None, seed: int = 0, **changes: Any) -> Pre
         torch.manual_seed(seed)
         model = AutoModel.from_config(config(**{**SIZES, **options, **changes}), attn_implementation="sdpa")
         for part, weight in model.named_parameters():
-            if "norm" in part:  # Gemma's are an offset to 1
-                torch.nn.init.uniform_(weight, *((-0.5, 0.5) if name.startswith("gemma") else (0.5, 1.5)))
+            if "norm" in part:
+                torch.nn.init.uniform_(weight, *norm_range(model))
             elif part.endswith("bias"):  # fresh biases are zeros: one left out would go unseen
                 torch.nn.init.normal_(weight, std=0.5)
     model.generation_config.eos_token_id = ends

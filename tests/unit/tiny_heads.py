@@ -15,6 +15,7 @@ from selfspec.heads.alignment import pack
 from selfspec.heads.build import construct
 from selfspec.heads.checkpoint import TrainedHead
 from selfspec.heads.vocab import DraftVocab
+from tests.unit.tiny_families import norm_range
 
 # Every type, and every option away from its default at least once: `kind` and options of `random_head`.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,7 +52,7 @@ def random_head(
         head = construct(kind, model, depths, vocabulary(model, ids), options).requires_grad_(False)
         for name, weight in head.named_parameters():
             if "norm" in name:
-                torch.nn.init.uniform_(weight, 0.5, 1.5)
+                torch.nn.init.uniform_(weight, *norm_range(model))
             elif "lm_heads" in name:
                 weight.add_(torch.randn_like(weight), alpha=std / 4)
             else:

@@ -242,7 +242,7 @@ class Decoder:
         self.rotary = RotaryTable(model, self.max_positions, self.dtype)
         self.blocks = [FusedBlock(layer, self.head_dim, self.dtype) for layer in inner.layers]
         self._views, kinds = self._kinds(model)
-        self._layers = list(zip(range(len(kinds)), self.blocks, kinds, strict=True))
+        self._layers = [(index, block, kinds[index]) for index, block in enumerate(self.blocks)]
         self.embedding: Tensor = weight.detach()
         self.embedding_scale = embedding_scale(model)
         self.lm_head: Tensor = output_projection(model).detach()
@@ -250,15 +250,15 @@ class Decoder:
         self.norm = norm_function(inner.norm, self.dtype)
         self.end_tokens = end_tokens(model)
 
-    def _kinds(self, model: PreTrainedModel) -> tuple[list[tuple[RotaryTable, int | None]], list[int]]:
-        """Rotary table and window of each kind of layer, and by layer the number of its kind."""
+    def _kinds(self, model: PreTrainedModel) -> tuple[list[tuple[RotaryTable, int | None]], dict[int, int]]:
+        """Rotary table and window of each kind of attention, and by layer with attention the number of its kind."""
         views: dict[int | None, tuple[RotaryTable, int | None]] = {None: (self.rotary, None)}
         of_layers = windows(model)
-        for layer, window in enumerate(of_layers):
+        for layer, window in of_layers.items():
             if window not in views:
                 views[window] = RotaryTable(model, self.max_positions, self.dtype, layer), window
-        used = [window for window in views if window in of_layers]
-        return [views[window] for window in used], [used.index(window) for window in of_layers]
+        used = [window for window in views if window in of_layers.values()]
+        return [views[window] for window in used], {layer: used.index(of_layers[layer]) for layer in of_layers}
 
     def new_cache(self, rows: int, limit: int) -> RaggedCache:
         """An empty cache. Raises ValueError beyond the backbone's context."""
@@ -279,9 +279,9 @@ class Decoder:
         beside: list[Tensor] = []
         for index, block, kind in self._layers:
             cos, sin, mask = views[kind]
-            q, k, v = block.qkv(x, cos, sin)
+            q, k, v, gate = block.qkv(x, cos, sin)
             keys, values = cache.write(index, k, v, slots)
-            x = block.finish(x, attend(q, keys, values, mask, causal, scale))
+            x = block.finish(x, attend(q, keys, values, mask, causal, scale), gate)
             if index + 1 in self.middle_layers:
                 beside.append(middle.normalised(x))
         return torch.cat([self.norm(x), *beside], dim=-1) if beside else self.norm(x)

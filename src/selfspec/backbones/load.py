@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from selfspec import resources
+from selfspec.backbones import mimo
 from selfspec.config import BackboneConfig
 from selfspec.errors import SelfspecError
 
@@ -27,6 +28,8 @@ _NATIVE: dict[torch.dtype, Callable[[], bool]] = {
     torch.bfloat16: getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False),
     torch.float16: getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False),
 }
+
+mimo.register()
 
 
 class BackboneError(SelfspecError):

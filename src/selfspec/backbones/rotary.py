@@ -22,7 +22,9 @@ def rope_types(config: PretrainedConfig) -> list[str]:
 
 
 class RotaryTable:
-    """cos and sin for positions 0..capacity-1, each ``[capacity, head_dim]``, in ``dtype``.
+    """cos and sin for positions 0..capacity-1, each ``[capacity, rotated]``, in ``dtype``.
+
+    ``rotated`` is the head's size, or less where a family turns the first part of a head only (Qwen3.5).
 
     Args:
         layer: where kinds of layers have rotary bases of their own (Gemma), the backbone's layer whose it is;
@@ -54,7 +56,7 @@ class RotaryTable:
         self.sin: Tensor = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1).to(dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin ``[..., 1, head_dim]`` at ``positions [...]``, ready to broadcast over heads."""
+        """cos, sin ``[..., 1, rotated]`` at ``positions [...]``, ready to broadcast over heads."""
         return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
 
 
@@ -68,7 +70,10 @@ def _layer_type(config: Any, layer: int | None) -> str:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to ``x [..., heads, head_dim]`` (half-split layout, as Llama and Qwen).
 
-    ``cos`` and ``sin`` come from ``RotaryTable.at``.
+    ``cos`` and ``sin`` come from ``RotaryTable.at``; what they are too narrow for stays as it is.
     """
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotated], cos, sin), x[..., rotated:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)

@@ -33,12 +33,16 @@ def key_of(parameters: Any, prompts: Sequence[Prompt]) -> str:
 
 
 class Journal:
-    """One run's completions and states in parts, each of ``part_records`` completions or 20 seconds."""
+    """One run's completions and states in parts, each of ``part_records`` completions or 20 seconds.
 
-    def __init__(self, root: Path, key: str, part_records: int, dtype: torch.dtype) -> None:
+    Args:
+        keep_states: whether states are wanted later; else the completions alone are kept.
+    """
+
+    def __init__(self, root: Path, key: str, part_records: int, dtype: torch.dtype, keep_states: bool = True) -> None:
         self.folder = root / key
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.part_records, self.dtype = part_records, dtype
+        self.part_records, self.dtype, self.keep_states = part_records, dtype, keep_states
         self.finished: dict[str, Completion] = {}
         self._where: dict[str, tuple[str, int]] = {}  # id -> (part, first row)
         parts = sorted(self.folder.glob("*.parquet"))
@@ -59,8 +63,9 @@ class Journal:
         if self._pending:
             part = f"{self._next_part:05d}"
             completions = [completion for completion, _ in self._pending]
-            tokens, width = sum(c.length for c in completions), self._pending[0][1].hidden.shape[1]
-            states.write(self.folder, part, (of for _, of in self._pending), tokens, width, self.dtype)
+            if self.keep_states:
+                tokens, width = sum(c.length for c in completions), self._pending[0][1].hidden.shape[1]
+                states.write(self.folder, part, (of for _, of in self._pending), tokens, width, self.dtype)
             records.write(self.folder / f"{part}.parquet", completions)
             self._index(part, completions)
             self._next_part += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec.config import DistillConfig, Split
-from selfspec.distill.records import Prompt
+from selfspec.distill.records import Completion, Prompt
 from selfspec.errors import SelfspecError
 
 # A document shorter than this leaves nothing to continue from.
@@ -66,6 +66,30 @@ def select(
         if not +wanted:
             break
     return Selection(prompts, dict(skipped), dict(+wanted))
+
+
+def documents(
+    rows: Iterable[Mapping[str, str]], counts: Mapping[str, int], config: DistillConfig, tokenizer: Any
+) -> list[Completion]:
+    """The first ``counts[domain]`` corpus records of each domain, to be trained on as they are.
+
+    The first token stands for the prompt, since something has to; of the rest, at most ``max_prompt_tokens`` +
+    ``max_new_tokens`` in all are taken.
+    """
+    wanted = Counter({domain: count for domain, count in counts.items() if count})
+    found: list[Completion] = []
+    for row in rows:
+        if row["kind"] != "corpus" or wanted[row["domain"]] <= 0:
+            continue
+        ids = tokenizer(row["text"]).input_ids[: config.max_prompt_tokens + config.max_new_tokens]
+        if len(ids) < _MIN_PREFIX_TOKENS:
+            continue
+        place = (row["id"], row["source"], row["kind"], row["domain"])
+        found.append(Completion(*place, ids[:1], ids[1:], "length", 0.0))
+        wanted[row["domain"]] -= 1
+        if not +wanted:
+            break
+    return found
 
 
 def check_found(split: Split, selection: Selection, config: DistillConfig) -> None:

@@ -9,7 +9,8 @@ that vocabulary only, while staying normalised over all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,3 +123,33 @@ class StoredStates:
         """Rows ``start`` to ``end`` in the backbone's dtype."""
         block = torch.from_numpy(np.array(self.hidden[start:end]))
         return States(block.view(torch.bfloat16) if self.dtype == torch.bfloat16 else block, self.lse[start:end])
+
+
+class LiveStates:
+    """States computed when they are asked for, with the interface of stored ones.
+
+    Args:
+        store: what stored states would be rounded to; so are these, so that either teach the same.
+    """
+
+    def __init__(self, decoder: Decoder, completions: Sequence[Completion], store: torch.dtype) -> None:
+        self.decoder, self.completions, self.store = decoder, completions, store
+        self._starts = [0]
+        for completion in completions:
+            self._starts.append(self._starts[-1] + completion.length)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def rows(self, start: int, end: int) -> States:
+        """States of one completion, which starts at token ``start`` and ends at ``end``.
+
+        Raises:
+            ValueError: no completion lies there.
+        """
+        number = bisect_right(self._starts, start) - 1
+        if self._starts[number : number + 2] != [start, end]:
+            raise ValueError(f"tokens {start} to {end} are not one completion")
+        computed = recompute(self.decoder, self.completions[number], self.store)
+        # Inference tensors cannot take part in a graph; copies can.
+        return States(computed.hidden.clone(), computed.lse.clone())

@@ -21,7 +21,7 @@ from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
 from selfspec.heads.attention import attend_causal, attend_chains, layout
 from selfspec.heads.encoder import EncoderLayer
-from selfspec.heads.protocol import Head
+from selfspec.heads.protocol import Drafts, Head
 from selfspec.heads.vocab import DraftVocab
 
 
@@ -65,7 +65,8 @@ class CascadeHead(Head):
         vocab: the draft vocabulary that own output rows are for.
         branch_norm: class of the norms of both inputs and of the output: the backbone's RMSNorm, or LayerNorm.
         block: ``backbone``: its decoder-layer class; ``encoder``: a plain transformer encoder layer.
-        init: ``last_layer``: every block starts as the backbone's last layer.
+        init: ``last_layer``: every block starts as the backbone's last layer; ``checkpoint``: random, until
+            ``build.build`` puts the weights of ``heads/start.py`` there.
         output: ``own``: every depth trains a copy of the backbone's output rows.
     """
 
@@ -79,7 +80,7 @@ class CascadeHead(Head):
         *,
         branch_norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
         block: Literal["backbone", "encoder"] = "backbone",
-        init: Literal["random", "last_layer"] = "random",
+        init: Literal["random", "last_layer", "checkpoint"] = "random",
         output: Literal["shared", "own"] = "shared",
     ) -> None:
         super().__init__()
@@ -102,7 +103,9 @@ class CascadeHead(Head):
         """The layers, depth 1 first."""
         return [layer for layer in self.layers if isinstance(layer, CascadeLayer)]
 
-    def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
+    def forward(
+        self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
+    ) -> list[Tensor]:
         """As ``Head.forward``. A depth runs at every token, because its keys and the next depth need it there.
 
         Raises:
@@ -115,17 +118,20 @@ class CascadeHead(Head):
         for depth, layer in enumerate(self.by_depth()[: packed.depths], start=1):
             # x[i+d]; clamped to the document's end, where the last d anchors give what no anchor with a loss sees.
             index = packed.next_token[index]
-            x = layer.combine(embed(packed.tokens[index], embedding, self.embedding_scale), state)
+            tokens = packed.tokens[index]
+            if drafts is not None and depth > 1:
+                tokens = drafts(depth, state, tokens)
+            x = layer.combine(embed(tokens, embedding, self.embedding_scale), state)
             cos, sin = rotary.at(packed.position[index] - 1)
             block = layer.block()
             if depth < packed.depths:
-                q, k, v = block.qkv(x, cos, sin)
-                state = layer.post_norm(block.finish(x, attend_causal(q, k, v, documents, self.scale)))
+                q, k, v, gate = block.qkv(x, cos, sin)
+                state = layer.post_norm(block.finish(x, attend_causal(q, k, v, documents, self.scale), gate))
                 states.append(state[anchors])
             else:
                 k, v = block.kv(x, cos, sin)
                 x = x[anchors]
-                q, _, _ = block.qkv(x, cos[anchors], sin[anchors])
+                q, _, _, gate = block.qkv(x, cos[anchors], sin[anchors])
                 attended = attend_chains(q, [k], [v], documents, self.scale)
-                states.append(layer.post_norm(block.finish(x, attended)))
+                states.append(layer.post_norm(block.finish(x, attended, gate)))
         return states

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec.backbones import unfreeze
 from selfspec.backbones.load import arithmetic, input_embeddings
-from selfspec.errors import SelfspecError
 from selfspec.heads.build import KINDS, construct
-from selfspec.heads.protocol import Head
+from selfspec.heads.protocol import Head, HeadError
 from selfspec.heads.vocab import DraftVocab
 
+FILES = ("head.json", "head.safetensors")
 _VOCAB_KEY = "draft_vocab"
-
-
-class HeadError(SelfspecError):
-    """A head's files are missing, incomplete, or belong to another backbone."""
+_ALWAYS = ("type", "depths", "backbone", "hidden_size", "vocab_size")  # what every head.json says
 
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """A head with what it needs to draft."""
+    """A head with what it needs to draft.
+
+    Attributes:
+        backbone: float32 weights of the backbone that were trained together with the head, by name.
+    """
 
     module: Head
     vocab: DraftVocab
     facts: dict[str, Any]
+    backbone: dict[str, Tensor] = field(default_factory=dict)
 
     def output_rows(self, lm_head: Tensor, depths: int) -> list[Tensor]:
         """By depth, the rows ``[draft_vocab, H]`` that score its states: the head's own, or those of ``lm_head``."""
@@ -40,8 +45,12 @@ class TrainedHead:
         return [shared if rows is None else rows for rows in own]
 
 
-def save(directory: Path, head: Head, vocab: DraftVocab, backbone: str) -> None:
-    """Write the head with its float32 weights; the directory is created."""
+def save(directory: Path, head: Head, vocab: DraftVocab, backbone: str, start: Mapping[str, Any] | None = None) -> None:
+    """Write the head with its float32 weights; the directory is created.
+
+    Args:
+        start: where it started from, if from files: ``Start.facts``, or those of the head that it continues.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in head.state_dict().items()}
     tensors[_VOCAB_KEY] = vocab.ids
@@ -56,6 +65,8 @@ def save(directory: Path, head: Head, vocab: DraftVocab, backbone: str) -> None:
         "draft_vocab_size": len(vocab),
         "parameters": sum(p.numel() for p in head.parameters()),
     }
+    if start is not None:
+        facts["start"] = start
     (directory / "head.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
@@ -68,24 +79,56 @@ def check(directory: Path) -> None:
 def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> TrainedHead:
     """Read a head for ``model`` with weights of ``dtype`` (default: as the model computes).
 
+    Where the backbone was trained too, the model takes its trained weights over: arrange it for decoding afterwards.
+
     As with a backbone, the tensors' own dtype is the one to compute in (``backbones.load.arithmetic``).
 
     Raises:
         HeadError: no head there, sizes that do not fit the backbone, or files that contradict each other.
     """
+    facts, tensors, ids = read(directory)
+    fits(directory, facts, model.config.hidden_size, model.config.vocab_size)
+    exact = unfreeze.apply(model, directory)
+    weight = input_embeddings(model)
+    vocab = DraftVocab(ids.to(weight.device), model.config.vocab_size)
+    head = _built(directory, facts, model, vocab)
+    fill(directory, head, tensors)
+    dtype = dtype or weight.dtype
+    return TrainedHead(head.to(device=weight.device, dtype=dtype).to(arithmetic(dtype)), vocab, facts, exact)
+
+
+def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
+    """What ``head.json`` says, the float32 weights by name, and the ids of the draft vocabulary; on the CPU.
+
+    Raises:
+        HeadError: no head there, or files that are damaged.
+    """
     check(directory)
-    facts = json.loads((directory / "head.json").read_text())
-    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    try:
+        facts = json.loads((directory / "head.json").read_text())
+        lacking = [name for name in _ALWAYS if name not in facts]
+        tensors = load_file(directory / "head.safetensors")
+        ids = tensors.pop(_VOCAB_KEY, None)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise HeadError(f"{directory}: a damaged head ({error}); copy it again, or train it again") from None
+    if lacking or ids is None:
+        what = f"head.json lacks {', '.join(lacking)}" if lacking else f"head.safetensors lacks {_VOCAB_KEY}"
+        raise HeadError(f"{directory}: a damaged head ({what}); copy it again, or train it again")
+    return facts, tensors, ids
+
+
+def fits(directory: Path, facts: Mapping[str, Any], hidden: int, vocab_size: int) -> None:
+    """Raise HeadError unless the head that ``facts`` describe is of a backbone with these sizes."""
     if (facts["hidden_size"], facts["vocab_size"]) != (hidden, vocab_size):
         raise HeadError(
             f"{directory}: head of {facts['backbone']} (hidden {facts['hidden_size']}, "
             f"vocabulary {facts['vocab_size']}) does not fit this backbone "
             f"(hidden {hidden}, vocabulary {vocab_size}); train one for it"
         )
-    weight = input_embeddings(model)
-    tensors = load_file(directory / "head.safetensors", device=str(weight.device))
-    vocab = DraftVocab(tensors.pop(_VOCAB_KEY), vocab_size)
-    head = _built(directory, facts, model, vocab)
+
+
+def fill(directory: Path, head: Head, tensors: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors``, read in ``directory``, into ``head``; HeadError unless they are its own in name and shape."""
     try:
         head.load_state_dict(tensors)
     except RuntimeError as error:
@@ -93,8 +136,6 @@ def load(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = No
         raise HeadError(
             f"{directory}: head.safetensors does not hold what head.json says ({detail}); train it again"
         ) from None
-    dtype = dtype or weight.dtype
-    return TrainedHead(head.to(device=weight.device, dtype=dtype).to(arithmetic(dtype)), vocab, facts)
 
 
 def _built(directory: Path, facts: dict[str, Any], model: PreTrainedModel, vocab: DraftVocab) -> Head:

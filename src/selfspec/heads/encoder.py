@@ -30,9 +30,9 @@ class EncoderLayer(nn.Module):
         self.in_proj, self.out_proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.linear1, self.linear2 = nn.Linear(hidden, feedforward), nn.Linear(feedforward, hidden)
 
-    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v = self.in_proj(self.norm1(x)).unflatten(-1, (3, -1, self.head_dim)).unbind(-3)
-        return q, k, v
+        return q, k, v, None
 
     def kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values alone: all that a position without a loss contributes."""
@@ -41,6 +41,6 @@ class EncoderLayer(nn.Module):
         k, v = projected.unflatten(-1, (2, -1, self.head_dim)).unbind(-3)
         return k, v
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, x: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
         x = x + self.out_proj(attended)
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))

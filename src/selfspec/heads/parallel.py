@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
-from selfspec.heads.protocol import Head
+from selfspec.heads.protocol import Drafts, Head
 from selfspec.heads.vocab import DraftVocab
 
 
@@ -32,6 +33,15 @@ class ResidualBlocks(nn.Module):
 
 class ParallelHead(Head):
     """Depth d at anchor i scores x[i+d+1] from h[i], without any token between the two.
+
+    Every depth has a learned temperature T_d, as in the heads of docs/systems.md, D (their form is not published): its
+    state is divided by T_d, so that the draft logits are ``(state / T_d) @ rows``. The deeper a depth, the less it
+    knows, and the flatter its distribution should be; rows shared by all depths cannot do that for one of them.
+    The argmax, and with it greedy drafting, does not depend on T_d. Losses, overlap with the backbone and sampled
+    acceptance do.
+
+    Attributes:
+        log_temperatures: ``[K]`` log T_d, from 0.
 
     Args:
         model: the backbone.
@@ -56,17 +66,21 @@ class ParallelHead(Head):
         self.depths, self.hidden_size = depths, model.config.hidden_size
         self.options = {"layers": layers, "output": output}
         self.blocks = nn.ModuleList(ResidualBlocks(self.hidden_size, layers) for _ in range(depths))
+        self.log_temperatures = nn.Parameter(torch.zeros(depths))
         self.lm_heads = parts.own_rows(model, vocab, depths) if output == "own" else None
 
     def output_rows(self, depth: int) -> Tensor | None:
         return None if self.lm_heads is None else self.lm_heads[depth]
 
-    def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
-        """As ``Head.forward``; ``embedding`` and ``rotary`` are not read.
+    def forward(
+        self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
+    ) -> list[Tensor]:
+        """As ``Head.forward``; ``embedding``, ``rotary`` and ``drafts`` are not read.
 
         Raises:
             ValueError: more depths packed than the head has.
         """
         self.check_depths(packed.depths)
         anchored = hidden[packed.anchors]
-        return [block(anchored) for block in list(self.blocks)[: packed.depths]]
+        temperatures = self.log_temperatures.exp()
+        return [block(anchored) / temperatures[depth] for depth, block in enumerate(list(self.blocks)[: packed.depths])]

@@ -21,7 +21,7 @@ from selfspec.backbones.rotary import RotaryTable
 from selfspec.heads import parts
 from selfspec.heads.alignment import Packed
 from selfspec.heads.attention import Document, attend_causal, attend_chains, layout
-from selfspec.heads.protocol import Head
+from selfspec.heads.protocol import Drafts, Head
 
 
 class SharedHead(Head):
@@ -33,7 +33,8 @@ class SharedHead(Head):
         norms: ``inputs``: a norm on each input, then the projection (``enorm``, ``hnorm``);
             ``joint``: the projection, then one norm (``pre_norm``).
         layers: decoder layers in the block; the first is ``mtp_block``.
-        init: ``random``, or ``last_layer``: the block starts as the backbone's last layers.
+        init: ``random``; ``last_layer``: the block starts as the backbone's last layers; ``native`` and
+            ``checkpoint``: random too, until ``build.build`` puts the weights of ``heads/start.py`` there.
         middle_layers: of the backbone; at depth 1 a projection of their states, ``middle_proj``, joins the
             block's input. It starts at zero: as a head without. Deeper, where the backbone has no state yet,
             nothing stands for it.
@@ -48,7 +49,7 @@ class SharedHead(Head):
         *,
         norms: Literal["inputs", "joint"] = "inputs",
         layers: int = 1,
-        init: Literal["random", "last_layer"] = "random",
+        init: Literal["random", "last_layer", "native", "checkpoint"] = "random",
         middle_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
@@ -94,21 +95,25 @@ class SharedHead(Head):
         x = self.combine(embedding, final)
         return x if self.middle_proj is None else x + self.middle_proj(beside)
 
-    def forward(self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable) -> list[Tensor]:
+    def forward(
+        self, packed: Packed, hidden: Tensor, embedding: Tensor, rotary: RotaryTable, drafts: Drafts | None = None
+    ) -> list[Tensor]:
         blocks = [Block(layer, self.head_dim) for layer in self.blocks]
         documents = layout(packed)
         x, keys, values = self._first_depth(packed, hidden, embedding, rotary, blocks, documents)
         states: list[Tensor] = [self.post_norm(x)]
         position = packed.position[packed.anchors]
         for depth in range(2, packed.depths + 1):
-            drafts = packed.tokens[packed.inputs[depth - 1]]
-            x = self.combine(embed(drafts, embedding, self.embedding_scale), states[-1])
+            tokens = packed.tokens[packed.inputs[depth - 1]]
+            if drafts is not None:
+                tokens = drafts(depth, states[-1], tokens)
+            x = self.combine(embed(tokens, embedding, self.embedding_scale), states[-1])
             cos, sin = rotary.at(position + depth - 1)
             for block, seen_keys, seen_values in zip(blocks, keys, values, strict=True):
-                q, k, v = block.qkv(x, cos, sin)
+                q, k, v, gate = block.qkv(x, cos, sin)
                 seen_keys.append(k)
                 seen_values.append(v)
-                x = block.finish(x, attend_chains(q, seen_keys, seen_values, documents, self.scale))
+                x = block.finish(x, attend_chains(q, seen_keys, seen_values, documents, self.scale), gate)
             states.append(self.post_norm(x))
         return states
 
@@ -128,14 +133,14 @@ class SharedHead(Head):
         cos, sin = rotary.at(packed.position)
         keys, values = [], []
         for block in blocks[:-1]:  # the next layer's keys need this one's output at every token
-            q, k, v = block.qkv(x, cos, sin)
-            x = block.finish(x, attend_causal(q, k, v, documents, self.scale))
+            q, k, v, gate = block.qkv(x, cos, sin)
+            x = block.finish(x, attend_causal(q, k, v, documents, self.scale), gate)
             keys.append([k])
             values.append([v])
         k, v = blocks[-1].kv(x, cos, sin)
         keys.append([k])
         values.append([v])
         x = x[packed.anchors]
-        q, _, _ = blocks[-1].qkv(x, cos[packed.anchors], sin[packed.anchors])
-        x = blocks[-1].finish(x, attend_chains(q, keys[-1], values[-1], documents, self.scale))
+        q, _, _, gate = blocks[-1].qkv(x, cos[packed.anchors], sin[packed.anchors])
+        x = blocks[-1].finish(x, attend_chains(q, keys[-1], values[-1], documents, self.scale), gate)
         return x, keys, values

@@ -13,6 +13,7 @@ from selfspec.reporting.inputs import InputPaths, Inputs, read
 from selfspec.reporting.measures import Measures
 
 LOSS_NAMES = {
+    "ce": "cross-entropy",
     "kl": "forward KL",
     "reverse_kl": "reverse KL",
     "js": "Jensen-Shannon",
@@ -39,7 +40,7 @@ class Report:
     @property
     def loss_names(self) -> dict[str, str]:
         """What each training stage minimises, in words."""
-        return {"ce": "cross-entropy", "kl": LOSS_NAMES[self.config.loss.name]}
+        return {"ce": LOSS_NAMES["ce"], "kl": LOSS_NAMES[self.config.loss.name]}
 
 
 def load_report(paths: InputPaths, config: Config) -> Report:

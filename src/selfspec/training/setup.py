@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from selfspec.backbones import middle
+from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.load import DTYPES, arithmetic
-from selfspec.config import BackboneConfig, TrainConfig
+from selfspec.config import BackboneConfig, SharedTrainConfig, TrainConfig
 from selfspec.distill import records
-from selfspec.distill.states import StoredStates
-from selfspec.training.data import Dataset
+from selfspec.distill.states import LiveStates, StoredStates
+from selfspec.training.data import Dataset, StateSource
 
 
-def datasets(backbone: BackboneConfig, depths: int, width: int, data: Path = Path("data")) -> tuple[Dataset, Dataset]:
-    """Training and validation completions with their hidden states of ``width`` columns.
+def datasets(
+    backbone: BackboneConfig,
+    shared: SharedTrainConfig,
+    states: str,
+    seed: int,
+    model: PreTrainedModel,
+    depths: int,
+    middle_layers: tuple[int, ...] = (),
+    data: Path = Path("data"),
+) -> list[Dataset]:
+    """Training and validation completions with the backbone's states and those of ``middle_layers``.
+
+    Args:
+        states: ``distill.states``: cached ones are read, live ones computed; by the training step itself where the
+            backbone is trained too.
 
     Raises:
         StatesError: other states are stored.
     """
-    train, validation = (
-        Dataset(
-            records.read(data / "distill" / split),
-            StoredStates.open(data / "hidden", split, DTYPES[backbone.dtype], width),
-            depths,
-        )
-        for split in ("train", "validation")
-    )
-    return train, validation
+    store = DTYPES[backbone.dtype]
+    frozen = not shared.unfrozen_layers
+    decoder = Decoder(model, middle_layers=middle_layers) if states == "live" and frozen else None
+    width = middle.width(model.config.hidden_size, middle_layers)
+    made = []
+    for split, fraction in (("train", shared.data_fraction), ("validation", 1.0)):
+        completions = records.read(data / "distill" / split)
+        source: StateSource | None = None
+        if decoder is not None:
+            source = LiveStates(decoder, completions, store)
+        elif states == "cached":
+            source = StoredStates.open(data / "hidden", split, store, width)
+        made.append(Dataset(completions, source, depths, fraction, seed))
+    return made
 
 
 class Muon(torch.optim.Optimizer):
@@ -80,8 +101,10 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def build_optimizers(masters: dict[str, Tensor], config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """``adamw`` for all weights, or ``muon`` for the matrices and AdamW for the rest.
+def build_optimizers(
+    masters: Mapping[str, Tensor], config: TrainConfig, backbone: Mapping[str, Tensor] | None = None, rate: float = 0.0
+) -> list[torch.optim.Optimizer]:
+    """``adamw`` for all weights of a head, or ``muon`` for the matrices and AdamW for the rest.
 
     Muon (Jordan et al. 2024; scaled to AdamW's update size as in Liu et al. 2025, arXiv 2502.16982)
     orthogonalises each matrix's momentum. Own output rows (``lm_heads``) go to AdamW as both papers have it
@@ -90,18 +113,25 @@ def build_optimizers(masters: dict[str, Tensor], config: TrainConfig) -> list[to
     Depth-1 match was 0.28 with it against 0.23 with AdamW, measured on 600 completions, one seed, AdamW at
     one learning rate; no claim beyond that.
 
+    Every parameter group carries its ``peak`` learning rate, which the schedule scales.
+
     Args:
-        masters: by parameter name.
+        masters: of the head, by parameter name.
+        backbone: of what is unfrozen; AdamW with ``rate``.
     """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, weight in masters.items():
         for_muon = config.optimizer == "muon" and weight.ndim == 2 and "lm_heads" not in name
         (matrices if for_muon else others).append(weight)
-    rate, decay = config.learning_rate, config.weight_decay
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        optimizers.append(Muon(matrices, lr=rate, weight_decay=decay))
-    if others:
-        optimizers.append(torch.optim.AdamW(others, lr=rate, weight_decay=decay, betas=(0.9, 0.95), fused=True))
+        optimizers.append(Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay))
+    for weights, peak in ((others, config.learning_rate), (list((backbone or {}).values()), rate)):
+        if weights:
+            optimizers.append(
+                torch.optim.AdamW(weights, lr=peak, weight_decay=config.weight_decay, betas=(0.9, 0.95), fused=True)
+            )
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["peak"] = group["lr"]
     return optimizers

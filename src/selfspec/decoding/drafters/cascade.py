@@ -94,9 +94,9 @@ class CascadeDrafter:
         layer = self.layers[depth - 1]
         embedding = self.decoder.embed(tokens)
         x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(states)], dim=-1))
-        q, k, v = layer.block.qkv(x, *self.decoder.rotary.at(slots.positions))
+        q, k, v, gate = layer.block.qkv(x, *self.decoder.rotary.at(slots.positions))
         attended = self._attend(q, *keys.write(depth - 1, k, v, slots), slots, depth - 1)
-        return layer.post_norm(layer.block.finish(x, attended))
+        return layer.post_norm(layer.block.finish(x, attended, gate))
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, slots: Slots, skipped: int) -> Tensor:
         """Attention that leaves the first ``skipped`` slots out; what those themselves get is never read."""

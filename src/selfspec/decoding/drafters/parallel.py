@@ -33,6 +33,7 @@ class ParallelDrafter:
         self.blocks = [
             [Linear(weight.detach().to(decoder.dtype)) for weight in block.parameters()] for block in module.blocks
         ]
+        self.temperatures = module.log_temperatures.detach().to(decoder.dtype).exp()
         self._scorers = weights.scorers(decoder, head)
         self._nbytes = weights.nbytes(decoder, head)
 
@@ -54,10 +55,10 @@ class ParallelDrafter:
 
     @torch.inference_mode()
     def state(self, state: Tensor, depth: int) -> Tensor:
-        """What depth ``depth`` (from 1) makes of the backbone's ``state [rows, H]``."""
+        """What depth ``depth`` (from 1) makes of the backbone's ``state [rows, H]``, over its temperature."""
         for layer in self.blocks[depth - 1]:
             state = state + torch.nn.functional.silu(layer(state))
-        return state
+        return state / self.temperatures[depth - 1]
 
     @torch.inference_mode()
     def logits(self, state: Tensor, depth: int = 1) -> Tensor:

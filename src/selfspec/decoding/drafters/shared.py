@@ -70,9 +70,9 @@ class SharedDrafter:
             x = x + self.middle_proj(beside)
         cos, sin = self.decoder.rotary.at(slots.positions)
         for layer, block in enumerate(self.blocks):
-            q, k, v = block.qkv(x, cos, sin)
+            q, k, v, gate = block.qkv(x, cos, sin)
             keys, values = cache.write(layer, k, v, slots)
-            x = block.finish(x, attend(q, keys, values, slots.mask, slots.causal, self.decoder.scale))
+            x = block.finish(x, attend(q, keys, values, slots.mask, slots.causal, self.decoder.scale), gate)
         return self.post_norm(x)
 
     def _combine(self, embedding: Tensor, states: Tensor) -> Tensor:
