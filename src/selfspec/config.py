@@ -261,10 +261,10 @@ class HeadConfig(_Section):
     @model_validator(mode="after")
     def _start_is_named(self) -> HeadConfig:
         if self.init == "native":
-            form = {"type": "shared", "norms": "inputs", "layers": 1}
+            form = {"type": "shared", "norms": "inputs", "layers": 1, "middle_layers": ()}
             if changed := [f"{name}: {getattr(self, name)}" for name in form if getattr(self, name) != form[name]]:
                 allowed = f"random or last_layer or checkpoint with {changed[0]}"
-                wanted = ", ".join(f"{name}: {value}" for name, value in form.items())
+                wanted = "type: shared, norms: inputs, layers: 1, middle_layers: []"
                 raise rule("init", self.init, allowed, f"a native head is of {wanted}; choose these or another init")
         if (self.checkpoint is None) == (self.init == "checkpoint"):
             allowed = "a directory with head.json and head.safetensors" if self.checkpoint is None else "null"

@@ -236,6 +236,18 @@ def test_a_wrong_parameter_stops_a_stage_at_once_in_one_line(project):
     assert "did you mean train_ce.learning_rate?" in line
 
 
+@pytest.mark.usefixtures("experiment")
+def test_a_head_that_reads_a_middle_layer_reruns_distill_and_another_head_does_not(project):
+    """Its states are written by distill; whatever else the head is made of is none of that stage's business."""
+    other = project.dvc("exp", "run", "--set-param", "head.norms=joint", "train_ce")
+    assert projects.stages_run(other) == ["train_ce"]
+    wide = project.dvc("exp", "run", "--set-param", "head.middle_layers=[1]", "accept", "bench")
+    assert sorted(projects.stages_run(wide)) == ["accept", "bench", "distill", "train_ce", "train_kl"]
+    assert project.json("models/head/head.json")["options"]["middle_layers"] == [1]
+    lossless = project.json("reports/accept.json")["lossless"]
+    assert lossless["identical"] == lossless["prompts"] > 0
+
+
 def _leaves(node, prefix=""):
     if not isinstance(node, dict):
         yield prefix.removesuffix("."), node

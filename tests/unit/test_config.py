@@ -121,7 +121,6 @@ def test_a_wrong_value_is_named_with_what_is_allowed_and_what_to_do(name, value,
             "got 'x'; allowed: pypi:FILE, hf:OWNER/NAME or file:PATH; set it in params.yaml",
         ),
         ("bench.num_drafts[1]", 0, "got 0; allowed: a whole number >= 1; set it in params.yaml"),
-        ("head.middle_layers[0]", 0, "got 0; allowed: a whole number >= 1; set it in params.yaml"),
     ],
 )
 def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, value, expected):
@@ -266,6 +265,13 @@ def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, valu
 )
 def test_a_rule_over_several_values_names_the_one_to_change(raw, expected):
     assert _fault(raw) == expected
+
+
+def test_a_middle_layer_that_is_no_number_is_named():
+    expected = "head.middle_layers[1]: got 0; allowed: a whole number >= 1; set it in params.yaml"
+    assert _fault(_with(head__middle_layers=[10, 0])) == expected
+    parsed = config.parse(_with(head__middle_layers=[10, 20])).head
+    assert (parsed.middle_layers, parsed.options["middle_layers"]) == ((10, 20), (10, 20))
 
 
 def test_a_missing_parameter_says_what_belongs_there():

@@ -68,7 +68,7 @@ def _write(model, prompts, on_finished=None, **options):
             on_finished(completion, of)
 
     settings = {"max_new_tokens": LIMIT, "temperature": 0.0, "batch_size": 3, "seed": 0} | options
-    decoder = Decoder(model)
+    decoder = Decoder(model, middle_layers=settings.pop("middle_layers", ()))
     write_completions(decoder, prompts, end_tokens=decoder.end_tokens, on_finished=keep, **settings)
     return finished
 
@@ -102,6 +102,25 @@ def test_recomputed_states_are_the_stock_model_s(model, stock):
     torch.testing.assert_close(of.lse[taught], model.lm_head(hidden).logsumexp(-1)[taught], atol=1e-4, rtol=1e-4)
     assert not of.lse[: taught.start].any()
     assert of.lse[-1] == 0
+
+
+@pytest.mark.parametrize("store", [torch.float32, torch.bfloat16], ids=str)
+def test_middle_states_are_kept_beside_the_final_one(model, stock, store):
+    """Text and normalisers as without; the states those of a plain forward pass."""
+    decoder = Decoder(model, middle_layers=[1])
+    plain = _write(model, _prompts(), batch_size=4, store=store)
+    for name, (completion, of) in _write(model, _prompts(), batch_size=4, store=store, middle_layers=[1]).items():
+        assert completion.completion_ids == plain[name][0].completion_ids
+        assert of.hidden.shape == (completion.length, 64)
+        assert torch.equal(of.hidden[:, :32], plain[name][1].hidden)
+        assert torch.equal(of.lse, plain[name][1].lse)
+        again = states.recompute(decoder, completion, store)
+        close = {"atol": 1e-4, "rtol": 1e-4} if store == torch.float32 else {"atol": 0.02, "rtol": 0.02}
+        torch.testing.assert_close(of.hidden, again.hidden, **close)
+        torch.testing.assert_close(of.lse, again.lse, **close)
+        expected = tiny_heads.backbone_states(model, torch.tensor(completion.tokens), [1])[:-1]
+        torch.testing.assert_close(of.hidden[:-1].float(), expected, **close)
+        assert not of.hidden[-1].any()
 
 
 def test_admitting_short_prompts_beside_long_rows_keeps_the_long_ones():
@@ -413,6 +432,18 @@ def test_records_come_back_as_they_went(tmp_path):
 def test_no_shards_names_the_stage_to_run(tmp_path):
     with pytest.raises(SelfspecError, match="no completions; run `dvc repro distill` first"):
         records.read(tmp_path)
+
+
+def test_states_of_another_width_than_the_head_reads_are_refused(tmp_path):
+    states.write(tmp_path, "train", [states.States(torch.randn(3, 16), torch.randn(3))], 3, 16, torch.float32)
+    assert len(states.StoredStates.open(tmp_path, "train", torch.float32, 16)) == 3
+    with pytest.raises(states.StatesError) as caught:
+        states.StoredStates.open(tmp_path, "train", torch.float32, 8)
+    assert str(caught.value) == (
+        f"head.middle_layers: got states of 16 columns in {tmp_path}/train.npy; allowed: 8, the final state and those "
+        "of the layers that the head reads; rerun distill"
+    )
+    assert isinstance(caught.value, SelfspecError)  # a stage prints it without a traceback
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

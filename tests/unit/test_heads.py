@@ -169,9 +169,8 @@ def test_a_head_with_middle_layers_starts_as_one_without():
         "middle_proj.weight"
     }
     text = torch.tensor(tiny_heads.prompt(20))
-    assert torch.equal(
-        tiny_heads.forced(model, wide, text, DEPTHS)[1], tiny_heads.forced(model, plain, text, DEPTHS)[1]
-    )
+    states = [tiny_heads.forced(model, head, text, DEPTHS)[1] for head in (wide, plain)]
+    assert torch.equal(*states)
 
 
 def _seeded(items):
@@ -203,9 +202,7 @@ def test_middle_states_join_at_depth_1_and_reach_deeper_ones_through_it_alone():
 
 def test_a_decoder_that_gives_other_layers_than_the_head_reads_is_refused(model):
     head = tiny_heads.trained(model, tiny_heads.random_head(model, middle_layers=[1]))
-    with pytest.raises(
-        ValueError, match=r"middle_layers: got \(\) of the decoder, allowed: \(1,\), which the head reads"
-    ):
+    with pytest.raises(ValueError, match=r"middle_layers: got \(\) of the decoder, allowed: \(1,\), which the head"):
         drafter_for(Decoder(model), head)
     with pytest.raises(ValueError, match=r"got \(1,\) of the decoder, allowed: \(\)"):
         tiny_heads.drafter(Decoder(model, middle_layers=[1]), model, kind="cascade")

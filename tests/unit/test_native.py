@@ -10,10 +10,16 @@ from torch import nn
 from transformers.modeling_layers import MtpModel
 
 from selfspec.backbones import load
-from selfspec.config import BackboneConfig, HeadConfig
+from selfspec.backbones.decoder import Decoder
+from selfspec.config import BackboneConfig, HeadConfig, TrainConfig
+from selfspec.distill import states
+from selfspec.distill.records import Completion
 from selfspec.heads import build, checkpoint, native, start
 from selfspec.heads.protocol import HeadError
 from selfspec.heads.shared import SharedHead
+from selfspec.losses import Objective
+from selfspec.training.data import Dataset
+from selfspec.training.loop import Trainer
 from tests.unit import tiny, tiny_heads, tiny_native
 from tests.unit.tiny_families import family
 
@@ -231,6 +237,37 @@ def test_its_last_logits_are_those_of_transformers_model(tmp_path, name, form):
     ours = model.lm_head(states[0, -1])
     torch.testing.assert_close(ours, logits[0, 0], atol=1e-4, rtol=1e-4)
     assert drafted.item() == ours.argmax()
+
+
+def test_training_goes_on_from_it(tmp_path):
+    folder, model, tensors = _shipped(tmp_path / "model")
+    prompt, written = TEXT[:8].tolist(), TEXT[8:].tolist()
+    completion = Completion("one", "s", "corpus", "chat", prompt, written, "length", 0.0)
+    with torch.inference_mode():
+        hidden = [states.recompute(Decoder(model), completion)]
+    states.write(tmp_path, "train", hidden, completion.length, model.config.hidden_size, torch.float32)
+    data = Dataset([completion], states.StoredStates.open(tmp_path, "train", torch.float32), 3)
+    head = _built(folder, model)
+    options = TrainConfig(
+        epochs=3.0,
+        optimizer="adamw",
+        learning_rate=1e-5,
+        weight_decay=0.0,
+        batch_sequences=1,
+        warmup_fraction=0.0,
+        schedule="constant",
+        grad_clip=1.0,
+        dtype="float32",
+        eval_every=1.0,
+        chunk_rows=64,
+    )
+    Trainer(model, head, tiny_heads.vocabulary(model), Objective("ce"), options, 1.0, data, data, 0).run()
+    trained = native.to_native(native.MIMO, head.state_dict())
+    for name, tensor in tensors.items():
+        moved = (trained[name] - tensor.float()).abs().max()
+        assert 0 < moved < 5e-5, name  # by AdamW's three steps of the learning rate, from what was shipped
+    rounded = load_file(native.write(tmp_path, head, native.MIMO, BF16))
+    assert all(torch.equal(rounded[name], tensor.to(BF16)) for name, tensor in trained.items())
 
 
 # What is refused

@@ -15,12 +15,13 @@ from selfspec import losses
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.rotary import RotaryTable
 from selfspec.benchmark.lossless import stock_greedy
-from selfspec.config import TrainConfig
+from selfspec.config import BackboneConfig, SharedTrainConfig
 from selfspec.decoding.drafter import SharedDrafter
 from selfspec.decoding.loop import speculate
 from selfspec.decoding.rules import Greedy
-from selfspec.distill import states
+from selfspec.distill import records, states
 from selfspec.distill.records import Completion
+from selfspec.errors import SelfspecError
 from selfspec.heads import checkpoint
 from selfspec.heads.alignment import pack
 from selfspec.heads.parallel import ParallelHead
@@ -32,7 +33,7 @@ from selfspec.training.data import Batch, Dataset
 from selfspec.training.loop import Trainer, TrainingError, schedule
 from selfspec.training.masters import MasterWeights
 from selfspec.training.setup import Muon, build_optimizers, orthogonalised
-from tests.unit import tiny, tiny_heads
+from tests.unit import tiny, tiny_heads, training_data
 
 DEPTHS = 3
 WHOLE = DraftVocab(torch.arange(288), 288)
@@ -46,51 +47,12 @@ def model():
     return built
 
 
-def _completions(model, shapes):
-    """The backbone's own greedy text; ``shapes``: (prompt length, new tokens)."""
-    made = []
-    for number, (length, new) in enumerate(shapes):
-        prompt = tiny_heads.prompt(length, seed=number + 5)
-        made.append(
-            Completion(
-                f"r{number}", "s", "corpus", "chat", prompt, stock_greedy(model, [prompt], new)[0], "length", 0.0
-            )
-        )
-    return made
-
-
-def _dataset(model, completions, folder, depths=DEPTHS):
-    decoder = Decoder(model)
-    with torch.inference_mode():
-        parts = [states.recompute(decoder, completion) for completion in completions]
-    tokens = sum(completion.length for completion in completions)
-    states.write(folder, "train", parts, tokens, model.config.hidden_size, torch.float32)
-    return Dataset(completions, states.StoredStates.open(folder, "train", torch.float32), depths)
-
-
-def _config(**changes):
-    plain = {
-        "epochs": 1.0,
-        "optimizer": "adamw",
-        "learning_rate": 3e-3,
-        "weight_decay": 0.0,
-        "batch_sequences": 2,
-        "warmup_fraction": 0.0,
-        "schedule": "constant",
-        "grad_clip": 1.0,
-        "dtype": "float32",
-        "eval_every": 1000.0,
-        "chunk_rows": 64,
-    }
-    return TrainConfig.model_validate(plain | changes)
-
-
-def _trainer(model, data, *, head_seed=0, seed=0, vocab=WHOLE, objective=None, **changes):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(head_seed)
-        head = SharedHead(model, data.depths)
-    objective = objective or losses.Objective("ce")
-    return Trainer(model, head, vocab, objective, _config(**changes), 0.8, data, data, seed)
+_completions, _dataset, _config, _trainer = (
+    training_data.completions,
+    training_data.dataset,
+    training_data.options,
+    training_data.trainer,
+)
 
 
 # Loss and gradient
@@ -266,19 +228,41 @@ def test_the_teacher_is_normalised_over_all_tokens(model, batch, vocab, temperat
         assert (p.sum(-1) < 0.99).any()
 
 
+@pytest.mark.parametrize("name", ["kl", "lk_hybrid_batch", "chain"])
+def test_middle_states_beside_the_final_one_teach_nothing(model, batch, name):
+    """The teacher, the losses and their gradients are those of the final states, bit for bit."""
+    weights = losses.depth_weights(DEPTHS, 0.8)
+    scorer = Scorer.of(model.lm_head.weight, CUT, torch.float32)
+    wide = dataclasses.replace(batch, hidden=torch.cat([batch.hidden, torch.randn(len(batch.hidden), 64)], dim=1))
+    for temperature in (1.0, 2.0):
+        ours, plain = (scorer.teacher(each.hidden, torch.ones(len(each.hidden)), temperature) for each in (wide, batch))
+        assert torch.equal(ours, plain)
+    results = []
+    for each in (wide, batch):
+        head, per_depth = _head_and_states(model, batch)
+        options = {"mean_alpha": torch.tensor([0.3, 0.2, 0.1]), "measure": True}
+        tally = loss_and_gradient(per_depth, each, scorer, OBJECTIVES[name], weights, 24, **options)
+        results.append([*vars(tally).values(), *(parameter.grad for parameter in head.parameters())])
+    assert all(itertools.starmap(torch.equal, zip(*results, strict=True)))
+
+
 # Batches
 
 
-def test_batches_carry_the_states_of_their_own_records(model, tmp_path):
+@pytest.mark.parametrize("middle_layers", [[], [1]], ids=str)
+def test_batches_carry_the_states_of_their_own_records(model, tmp_path, middle_layers):
     completions = _completions(model, [(5, 4), (3, 1), (7, 6)])
-    data = _dataset(model, completions, tmp_path)
+    data = _dataset(model, completions, tmp_path, middle_layers=middle_layers)
     got = data.batch([2, 0])
     assert got.ids == ["r2", "r0"]
     assert got.packed.tokens.tolist() == completions[2].tokens + completions[0].tokens
-    hidden = [model.model(torch.tensor([completions[i].tokens])).last_hidden_state[0, :-1] for i in (2, 0)]
+    assert got.hidden.shape == (sum(len(completions[i].tokens) for i in (2, 0)), 32 * (1 + len(middle_layers)))
+    hidden = [
+        tiny_heads.backbone_states(model, torch.tensor(completions[i].tokens), middle_layers)[:-1] for i in (2, 0)
+    ]
     torch.testing.assert_close(got.hidden[:12], hidden[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(got.hidden[13:-1], hidden[1], atol=1e-4, rtol=1e-4)
-    lse = model.lm_head(got.hidden[got.packed.teachers]).logsumexp(-1)
+    lse = model.lm_head(got.hidden[got.packed.teachers, :32]).logsumexp(-1)
     torch.testing.assert_close(got.lse, lse, atol=1e-4, rtol=1e-4)
 
 
@@ -300,6 +284,21 @@ def test_states_of_other_completions_are_refused(model, tmp_path):
     data = _dataset(model, completions, tmp_path)
     with pytest.raises(ValueError, match="15 hidden states for 9 tokens: rerun distill"):
         Dataset(completions[:1], data.states, DEPTHS)
+
+
+def test_stages_refuse_states_that_their_head_cannot_read(model, tmp_path):
+    completions = _completions(model, [(5, 4), (3, 3)])
+    for split in ("train", "validation"):
+        (tmp_path / "distill" / split).mkdir(parents=True)
+        records.write(tmp_path / "distill" / split / "00000.parquet", completions)
+        parts = [states.States(torch.randn(each.length, 64), torch.randn(each.length)) for each in completions]
+        states.write(tmp_path / "hidden", split, parts, 15, 64, torch.float32)
+    backbone = BackboneConfig(name="tiny", license="MIT", uri="file:x", dtype="float32")
+    train, _ = setup.datasets(backbone, SharedTrainConfig(), "cached", 0, model, DEPTHS, (1,), tmp_path)
+    assert train.batch([0]).hidden.shape == (9, 64)
+    expected = r"^head\.middle_layers: got states of 64 columns in .*train\.npy; allowed: 32, .*; rerun distill$"
+    with pytest.raises(SelfspecError, match=expected):
+        setup.datasets(backbone, SharedTrainConfig(), "cached", 0, model, DEPTHS, (), tmp_path)
 
 
 # Optimisation
@@ -413,6 +412,17 @@ def test_training_gives_the_caller_its_threads_back(model, tmp_path):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_projection_of_middle_states_leaves_its_zero_start(model, tmp_path, optimizer):
+    data = _dataset(model, _completions(model, [(5, 6), (4, 7)]), tmp_path, middle_layers=[1])
+    trainer = _trainer(model, data, middle_layers=[1], optimizer=optimizer, epochs=4.0)
+    assert not trainer.head.middle_proj.weight.any()
+    before = trainer.measure(data.batch(range(2))).loss
+    trainer.run()
+    assert trainer.head.middle_proj.weight.abs().mean() > 1e-3
+    assert bool((trainer.measure(data.batch(range(2))).loss < before).all())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
