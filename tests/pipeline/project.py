@@ -95,8 +95,8 @@ def make(folder: Path, recipe: str = DEFAULT) -> Project:
 def take(project: Project, recipe: str) -> None:
     """Give ``project`` the tiny form of ``recipe``.
 
-    Its sizes are shrunk, its backbone is a tiny random Llama (of which one layer is unfrozen, where any are) and its data
-    are four small sources; head, optimisers and loss stay.
+    Its sizes are shrunk, its backbone is a tiny random Llama (of which one layer is unfrozen, where any are) and its
+    data are four small sources; head, optimisers and loss stay.
     """
     folder = project.root.parent
     params = plain(build(recipe))
