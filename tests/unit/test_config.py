@@ -235,12 +235,14 @@ def test_inside_a_list_the_item_is_named_and_no_override_is_suggested(name, valu
         (
             _with(head__type="cascade", head__init="native"),
             "head.init: got 'native'; allowed: random or last_layer or checkpoint with type: cascade; "
-            "a native head is of type: shared, norms: inputs, layers: 1, middle_layers: []; choose these or another init",
+            "a native head is of type: shared, norms: inputs, layers: 1, middle_layers: []; "
+            "choose these or another init",
         ),
         (
             _with(head__norms="joint", head__init="native"),
             "head.init: got 'native'; allowed: random or last_layer or checkpoint with norms: joint; "
-            "a native head is of type: shared, norms: inputs, layers: 1, middle_layers: []; choose these or another init",
+            "a native head is of type: shared, norms: inputs, layers: 1, middle_layers: []; "
+            "choose these or another init",
         ),
         (
             _with(head__init="checkpoint"),
