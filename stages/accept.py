@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 
-from selfspec.backbones import load
+from selfspec.backbones import load, unfreeze
 from selfspec.backbones.decoder import Decoder
-from selfspec.benchmark import heldout, lossless
+from selfspec.benchmark import drift, heldout, lossless
 from selfspec.config import Config
+from selfspec.corpus import shards
 from selfspec.decoding.drafter import drafter_for
 from selfspec.decoding.loop import check_context
 from selfspec.decoding.rules import rule_for
@@ -18,6 +20,7 @@ from selfspec.heads import checkpoint
 from stages._run import run
 
 HEAD = Path("models/head")
+SHARDS = Path("data/shards")
 
 
 def main(cfg: Config) -> None:
@@ -53,15 +56,44 @@ def main(cfg: Config) -> None:
     table = pd.DataFrame([vars(row) for row in rows])
     table.to_csv("reports/accept.csv", index=False, float_format="%.10g")
     tokens = torch.tensor([token for group in groups.values() for c in group for token in c.completion_ids])
+    drifted = check_drift(cfg, decoder, groups)
     facts = {
         "num_drafts": cfg.accept.num_drafts,
         "lossless": vars(compared),
         "prompts": {domain: len(group) for domain, group in groups.items()},
         "heldout_coverage": head.vocab.coverage(tokens),
+        "drift": drifted,
     }
     Path("reports/accept.json").write_text(json.dumps(facts, indent=2) + "\n")
     shown = table[(table.metric == "tokens_per_round") | ((table.metric == "match") & (table.depth == 1))]
     print(shown.round(3).to_string(index=False))
+
+
+def check_drift(cfg: Config, decoder: Decoder, groups: dict[str, list[records.Completion]]) -> dict[str, Any] | None:
+    """What training the backbone too did to it; None for a frozen one."""
+    if not unfreeze.changed(HEAD):
+        return None
+    tokenizer = load.load_tokenizer(cfg.backbone)
+    texts: list[list[int]] = []
+    for row in shards.iter_split(SHARDS, "heldout"):
+        if row["kind"] == "corpus" and len(texts) < cfg.accept.prompts * len(groups):
+            ids = tokenizer(row["text"]).input_ids[: decoder.max_positions]
+            texts += [ids] if len(ids) > 1 else []
+    if not texts:
+        raise heldout.LeakError(
+            "shard.sources: no corpus records are held out, so the drift of the unfrozen backbone cannot be measured; "
+            "allowed: a corpus source with split: hash; add one, or set train.unfrozen_layers to 0"
+        )
+    return drift.measure(
+        Decoder(load.load_model(cfg.backbone)),
+        decoder,
+        texts,
+        [completion.prompt_ids for group in groups.values() for completion in group],
+        max_new_tokens=cfg.accept.max_new_tokens,
+        batch_size=cfg.accept.batch_size,
+        samples=cfg.accept.bootstrap_samples,
+        seed=cfg.seed,
+    )
 
 
 def check_lossless(cfg: Config, groups: dict[str, list[records.Completion]]) -> lossless.Comparison:

@@ -44,6 +44,7 @@ def main(cfg: Config) -> None:
         validation,
         cfg.seed,
         shared=cfg.train,
+        teacher=load.load_model(cfg.train.teacher) if cfg.train.teacher else None,
         resume=Path(".cache/train/train_ce.pt"),
     )
     if trainer.processes.first:

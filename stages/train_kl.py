@@ -34,6 +34,7 @@ def main(cfg: Config) -> None:
         validation,
         cfg.seed + 1,  # another order than stage 1
         shared=cfg.train,
+        teacher=load.load_model(cfg.train.teacher) if cfg.train.teacher else None,
         resume=Path(".cache/train/train_kl.pt"),
         exact=trained.backbone,
     )

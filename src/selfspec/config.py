@@ -304,6 +304,16 @@ class SharedTrainConfig(_Section):
     unfrozen_layers: NaturalInt = 0
     backbone_learning_rate: PositiveFloat = 1.0e-5
     main_weight: NaturalFloat = 1.0
+    teacher: BackboneConfig | None = None
+    teacher_weight: NaturalFloat = 1.0
+    head_weight: NaturalFloat = 1.0
+
+    @model_validator(mode="after")
+    def _teacher_has_a_student(self) -> SharedTrainConfig:
+        if self.teacher is not None and not self.unfrozen_layers:
+            allowed = "null with unfrozen_layers: 0, where the backbone learns nothing"
+            raise rule("teacher", self.teacher.name, allowed, "unfreeze layers, or remove the teacher")
+        return self
 
 
 class LossConfig(_Section):

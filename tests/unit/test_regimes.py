@@ -1,5 +1,6 @@
 """Training's regimes: going on after a kill, parts of a batch, several processes, live states, an unfrozen backbone."""
 
+import math
 import os
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from selfspec import config, losses
 from selfspec.backbones import unfreeze
 from selfspec.backbones.decoder import Decoder
 from selfspec.backbones.load import BackboneError
+from selfspec.benchmark import drift
+from selfspec.benchmark.lossless import stock_greedy
 from selfspec.distill import states
 from selfspec.heads import checkpoint
 from selfspec.training.data import Dataset
 from selfspec.training.loop import Trainer
 from selfspec.training.setup import build_optimizers
-from tests.unit import tiny, training_data
+from tests.unit import tiny, tiny_heads, training_data
 from tests.unit.training_data import DEPTHS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -356,3 +359,80 @@ def test_parameters_that_contradict_each_other_are_named():
     raw["bench"]["num_drafts"] = [1]
     with pytest.raises(config.ConfigError, match=r"^train\.on_policy: got 0\.5; allowed: 0 with head\.type: parallel"):
         config.parse(raw)
+
+
+def _distilled(model, teacher, texts, main_weight, teacher_weight):
+    """Gradients of the main loss alone, by autograd over all logits at once."""
+    trained = unfreeze.unfreeze(model, 1)
+    total, count = torch.zeros(()), 0
+    for completion in texts:
+        text, prompt = torch.tensor(completion.tokens), len(completion.prompt_ids)
+        log_q = model(text[None]).logits[0, prompt - 1 : -1].log_softmax(-1)
+        log_p = teacher(text[None]).logits[0, prompt - 1 : -1].log_softmax(-1).detach()
+        total = total - main_weight * log_q.gather(1, text[prompt:, None]).sum()
+        total = total + teacher_weight * (log_p.exp() * (log_p - log_q)).sum()
+        count += len(text) - prompt
+    (total / count).backward()
+    return {name: parameter.grad for name, parameter in trained.items()}
+
+
+def test_a_backbone_learns_from_a_teacher_beside_its_heads():
+    def student():
+        return tiny.llama(seed=3).requires_grad_(False)
+
+    teacher = tiny.llama(seed=8, num_hidden_layers=3).requires_grad_(False)
+    teacher.generation_config.eos_token_id = None
+    texts = training_data.completions(teacher, SHAPES[:3])
+    data = Dataset(texts, None, DEPTHS)
+    shared = {"unfrozen_layers": 1, "main_weight": 0.3, "teacher_weight": 0.9, "head_weight": 0.0}
+    trainer = training_data.trainer(student(), data, shared=shared, teacher=teacher, batch_sequences=3, grad_clip=1e9)
+    trainer.step(range(3), [])
+    for name, gradient in _distilled(student(), teacher, texts, 0.3, 0.9).items():
+        got = trainer.backbone_masters.masters[name].grad
+        torch.testing.assert_close(got, gradient, atol=1e-6, rtol=1e-3, msg=name)
+    assert all(not master.grad.any() for master in trainer.masters.masters.values())  # head_weight: 0
+    shared |= {"head_weight": 0.5, "backbone_learning_rate": 1e-2}
+    trainer = training_data.trainer(student(), data, shared=shared, teacher=teacher, epochs=40.0, batch_sequences=3)
+    before = trainer.measure(data.batch(range(3)))
+    trainer.run()
+    after = trainer.measure(data.batch(range(3)))
+    assert bool((after.match > before.match).all())
+    agree = []
+    for completion in texts:
+        text = torch.tensor([completion.tokens])
+        same = trainer.model(text).logits.argmax(-1) == teacher(text).logits.argmax(-1)
+        agree.append(same[0, len(completion.prompt_ids) - 1 :])
+    assert float(torch.cat(agree).float().mean()) > 0.7
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(model, data):
+    data = Dataset(data.completions, None, DEPTHS)
+    with pytest.raises(BackboneError, match=r"^train\.teacher: got one with a vocabulary of 300; allowed: "):
+        training_data.trainer(model, data, shared={"unfrozen_layers": 1}, teacher=tiny.llama(vocab_size=300))
+
+
+def test_drift_is_what_changed():
+    before = tiny.llama(seed=3).requires_grad_(False)
+    before.generation_config.eos_token_id = None
+    texts = [tiny_heads.prompt(length, seed=length) for length in (9, 14, 6)]
+    prompts = [tiny_heads.prompt(5, seed=number) for number in range(6)]
+    options = {"max_new_tokens": 6, "batch_size": 4, "samples": 50, "seed": 0}
+    same = drift.measure(Decoder(before), Decoder(before), texts, prompts, **options)
+    assert same["exact_match"]["value"] == 1.0
+    assert same["perplexity_after"] == same["perplexity_before"]
+    total = sum(
+        float(F.cross_entropy(before(torch.tensor([text])).logits[0, :-1], torch.tensor(text[1:]), reduction="sum"))
+        for text in texts
+    )
+    count = sum(len(text) - 1 for text in texts)
+    assert same["perplexity_before"]["value"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert (same["perplexity_before"]["prompts"], same["perplexity_before"]["count"]) == (3, count)
+    after = tiny.llama(seed=3).requires_grad_(False)
+    after.model.layers[1].mlp.down_proj.weight += 0.3 * torch.randn_like(after.model.layers[1].mlp.down_proj.weight)
+    after.generation_config.eos_token_id = None
+    moved = drift.measure(Decoder(before), Decoder(after), texts, prompts, **options)
+    texts_before, texts_after = (stock_greedy(each, prompts, 6) for each in (before, after))
+    share = sum(a == b for a, b in zip(texts_before, texts_after, strict=True)) / 6
+    assert share < 1
+    assert moved["exact_match"]["value"] == pytest.approx(share)
+    assert moved["perplexity_after"]["value"] != moved["perplexity_before"]["value"]

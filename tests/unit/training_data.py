@@ -82,6 +82,7 @@ def trainer(
     resume: Path | None = None,
     exact: dict[str, torch.Tensor] | None = None,
     middle_layers: Sequence[int] = (),
+    teacher: PreTrainedModel | None = None,
     **changes: Any,
 ) -> Trainer:
     """A trainer of a fresh head; ``changes`` are of ``options``."""
@@ -101,4 +102,5 @@ def trainer(
         shared=SharedTrainConfig.model_validate(shared or {}),
         resume=resume,
         exact=exact,
+        teacher=teacher,
     )

@@ -23,6 +23,8 @@ def render(report: Report) -> str:
         name=model_name(report),
         backbone=report.config.backbone,
         verdicts=summary.verdicts(measures),
+        backbone_note=summary.backbone(report),
+        learned_from=sources.learned_from(report),
         lossless=summary.lossless(measures),
         divergence=summary.divergence(report),
         settings=summary.settings(report).markdown(),

@@ -84,6 +84,10 @@ def _acceptance(inputs: Inputs) -> Pairs:
     yield "accept.num_drafts", float(facts["num_drafts"])
     for name in ("identical", "prompts", "tokens"):
         yield f"accept.lossless.{name}", float(lossless[name])
+    for name, estimate in (facts.get("drift") or {}).items():
+        for end in ("value", "low", "high"):
+            yield f"accept.drift.{name}" + ("" if end == "value" else f"_{end}"), float(estimate[end])
+        yield f"accept.drift.{name}_texts", float(estimate["prompts"])
 
 
 def _benchmark(inputs: Inputs) -> Pairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.config import TrainConfig
+from selfspec.config import HeadConfig, SharedTrainConfig, TrainConfig
 from selfspec.reporting import text
 from selfspec.reporting.measures import order_domains
 from selfspec.reporting.report import Report
@@ -34,6 +34,14 @@ def _short(revision: str) -> str:
     """``uri@pin`` with the pin cut to 12 characters, as version-control tools print it."""
     uri, _, pin = revision.rpartition("@")
     return f"{uri}@{pin[:12]}" if uri else revision
+
+
+def learned_from(report: Report) -> str:
+    """What the texts of ``completions`` are."""
+    if report.config.distill.text == "corpus":
+        return "The head learned from these documents as they are (the prompts are their first tokens):"
+    license_ = report.config.backbone.license
+    return f"The backbone ({license_}) completed these prompts itself, and the head learned from its own words:"
 
 
 def completions(report: Report) -> Table:
@@ -76,12 +84,35 @@ def training(report: Report) -> Table:
     }
     stage_two = loss.name + settings.get(loss.name, "")
     rows = [
-        ["head", f"{head.type}, depths {head.depths}, depth decay {head.depth_decay:g}"],
+        ["head", f"{head.type}, depths {head.depths}, depth decay {head.depth_decay:g}{_variant(head)}"],
+        ["both stages", _shared(config.train)],
         ["stage 1", f"cross-entropy; {_schedule(config.train_ce)}"],
         ["stage 2", f"{stage_two}, cross-entropy weight {loss.ce_weight:g}; {_schedule(config.train_kl)}"],
         ["seed", str(config.seed)],
     ]
     return Table(["", "setting"], rows, prose=True)
+
+
+def _variant(head: HeadConfig) -> str:
+    """The options of the type that are not at their defaults."""
+    defaults = {name: field.default for name, field in type(head).model_fields.items()}
+    changed = {name: value for name, value in head.options.items() if value != defaults[name]}
+    shown = {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+    return "".join(f", {name} {value}" for name, value in shown.items())
+
+
+def _shared(train: SharedTrainConfig) -> str:
+    parts = [f"{train.data_fraction:.0%} of the training texts"]
+    if train.on_policy:
+        parts.append(f"own drafts as inputs with chance {train.on_policy:g}")
+    if train.unfrozen_layers:
+        parts.append(
+            f"backbone's last {train.unfrozen_layers} layers unfrozen, learning rate "
+            f"{train.backbone_learning_rate:g}, main loss weight {train.main_weight:g}"
+        )
+    else:
+        parts.append("frozen backbone")
+    return "; ".join(parts)
 
 
 def _schedule(train: TrainConfig) -> str:

@@ -79,6 +79,23 @@ def lossless(measures: Measures) -> str:
     )
 
 
+def backbone(report: Report) -> str:
+    """Whether the backbone was trained too, and what that did to it."""
+    layers = report.config.train.unfrozen_layers
+    if not layers:
+        return "The backbone's weights are untouched."
+    shown = []
+    for name, what in (("perplexity_before", "before"), ("perplexity_after", "after")):
+        value, low, high = (report.measures.number(f"accept.drift.{name}{end}") for end in ("", "_low", "_high"))
+        shown.append(f"{text.decimal(value)} [{text.decimal(low)}, {text.decimal(high)}] {what}")
+    same, prompts = (report.measures.number(f"accept.drift.exact_match{end}") for end in ("", "_texts"))
+    return (
+        f"**The backbone was trained too**: its last {layers} layers, final norm and lm_head, so all of this is about "
+        f"the changed model. Held-out perplexity: {', '.join(shown)}; greedy completions that stayed the same: "
+        f"{text.MISSING if same is None else f'{same:.0%}'} of {text.count(prompts)} held-out prompts."
+    )
+
+
 def divergence(report: Report) -> str:
     """How often the timed greedy texts equal plain decoding's in the run's own dtype, in one sentence."""
     number = report.measures.number

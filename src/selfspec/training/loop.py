@@ -25,7 +25,7 @@ from selfspec.heads import checkpoint
 from selfspec.heads.protocol import Drafts, Head
 from selfspec.heads.vocab import DraftVocab
 from selfspec.losses import Objective, depth_weights
-from selfspec.training.backbone import TrainableBackbone
+from selfspec.training.backbone import MainLoss, TrainableBackbone
 from selfspec.training.chunked import Scorer, Tally, loss_and_gradient
 from selfspec.training.data import Batch, Dataset
 from selfspec.training.masters import MasterWeights
@@ -102,6 +102,7 @@ class Trainer:
         shared: what both stages share; default: a frozen backbone and nothing else.
         resume: the file that a killed run goes on from.
         exact: float32 weights of an unfrozen backbone from the stage before, by name.
+        teacher: what an unfrozen backbone is distilled from.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Trainer:
         shared: SharedTrainConfig | None = None,
         resume: Path | None = None,
         exact: dict[str, Tensor] | None = None,
+        teacher: PreTrainedModel | None = None,
     ) -> None:
         self.dtype = arithmetic(DTYPES[config.dtype])
         self.shared = shared or SharedTrainConfig()
@@ -128,12 +130,12 @@ class Trainer:
         self.embedding = input_embeddings(model).detach().to(self.dtype)
         self.device = self.embedding.device
         layers = self.shared.unfrozen_layers
-        self.backbone = TrainableBackbone(model, layers, head.middle_layers) if layers else None
+        self.backbone = TrainableBackbone(model, layers, head.middle_layers, teacher) if layers else None
         self.vocab = vocab.to(self.device)
         self.scorer = self._new_scorer()
         longest = max(c.length for c in [*train.completions, *validation.completions])
         self.rotary = RotaryTable(model, longest + head.depths, self.dtype)
-        self.weights = depth_weights(head.depths, depth_decay).to(self.device)
+        self.weights = self.shared.head_weight * depth_weights(head.depths, depth_decay).to(self.device)
         _refuse_empty(train, validation)
         head.to(self.device)
         exactly = {name: parameter.detach().float().clone() for name, parameter in head.named_parameters()}
@@ -324,8 +326,8 @@ class Trainer:
             states = self._states(seen, self._drafts(number, order))
             own = self._loss(states, seen, counts=counts, mean_alpha=mean_alpha)
             if self.backbone and hidden is not None:
-                weight = self.shared.main_weight / max(int(main_count), 1)
-                self.backbone.main_loss(seen.hidden, part.packed, weight, self.config.chunk_rows, backward=True)
+                main = MainLoss(self.shared.main_weight, self.shared.teacher_weight)
+                self.backbone.learn(seen.hidden, part.packed, main, int(main_count), self.config.chunk_rows)
                 hidden.backward(seen.hidden.grad)
             return own
 
