@@ -10,14 +10,13 @@ Texts count at the longest that the parameters allow, so all of it is an upper b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from selfspec.config import Config, TrainConfig
+from selfspec.config import Config, SharedTrainConfig, TrainConfig
 from selfspec.heads.cascade import CascadeHead
 from selfspec.heads.encoder import EncoderLayer
 from selfspec.heads.parallel import ParallelHead
@@ -44,6 +43,7 @@ class Backbone:
         attention: by layer, values of a token's queries; 0 without attention over all that precedes.
         cached: by layer, values that a token leaves in the cache.
         rows: vocabulary times hidden size, the weights of the lm_head.
+        tied: whether these are the embeddings.
     """
 
     parameters: int
@@ -51,6 +51,7 @@ class Backbone:
     attention: list[int]
     cached: list[int]
     rows: int
+    tied: bool
     heads: int
     hidden: int
     vocabulary: int
@@ -68,6 +69,7 @@ class Backbone:
             attention=[attend * config.num_attention_heads * head_dim for attend in attends],
             cached=[attend * 2 * config.num_key_value_heads * head_dim for attend in attends],
             rows=config.vocab_size * config.hidden_size,
+            tied=config.tie_word_embeddings,
             heads=config.num_attention_heads,
             hidden=config.hidden_size,
             vocabulary=config.vocab_size,
@@ -95,7 +97,9 @@ def head_products(head: Head, tokens: int, anchors: int) -> int:
     if isinstance(head, SharedHead):
         *earlier, last = head.blocks
         combine, whole = products(head.eh_proj), sum(map(products, head.blocks))
-        first = tokens * (combine + sum(map(products, earlier)) + _keys_and_values(last)) + anchors * products(last)
+        middle = 0 if head.middle_proj is None else products(head.middle_proj)
+        everywhere = combine + middle + sum(map(products, earlier)) + _keys_and_values(last)
+        first = tokens * everywhere + anchors * products(last)
         return first + (head.depths - 1) * anchors * (combine + whole)
     if isinstance(head, CascadeHead):
         *upper, deepest = head.by_depth()
@@ -123,40 +127,58 @@ class Work:
 
 @dataclass(frozen=True)
 class Texts:
-    """Completions at their longest.
+    """All texts, each at its longest.
 
     Attributes:
-        train, others: how many are written for training, and for validation and held out.
-        prompt, written: tokens each.
+        train, validation, heldout: how many there are.
+        prompt, new: tokens that are given, and tokens that the backbone writes after them.
+        corpus: training and validation read documents as they are; only what is held out is written.
     """
 
     train: int
-    others: int
+    validation: int
+    heldout: int
     prompt: int
-    written: int
+    new: int
+    corpus: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Texts:
         splits = {name: sum(counts.values()) for name, counts in config.distill.prompts.model_dump().items()}
-        train = splits.pop("train")
-        return cls(train, sum(splits.values()), config.distill.max_prompt_tokens, config.distill.max_new_tokens)
+        prompt, new = config.distill.max_prompt_tokens, config.distill.max_new_tokens
+        return cls(**splits, prompt=prompt, new=new, corpus=config.distill.text == "corpus")
 
     @property
     def length(self) -> int:
-        return self.prompt + self.written
+        return self.prompt + self.new
+
+    @property
+    def written(self) -> int:
+        """Texts that the backbone completes."""
+        return self.heldout + (0 if self.corpus else self.train + self.validation)
+
+    @property
+    def anchors(self) -> int:
+        """Positions of a text that drafts start from in training, but for a few."""
+        return self.length if self.corpus else self.new
 
 
 def prefill(backbone: Backbone, texts: Texts) -> Work:
     """Reading all prompts."""
-    count = texts.train + texts.others
-    return Work(count * (backbone.forward(texts.prompt, texts.prompt) + 2 * backbone.rows))
+    return Work(texts.written * (backbone.forward(texts.prompt, texts.prompt) + 2 * backbone.rows))
+
+
+def reading(backbone: Backbone, texts: Texts) -> Work:
+    """The states of documents that the backbone has not written, to be stored."""
+    count = texts.train + texts.validation
+    return Work(count * (backbone.forward(texts.length, texts.length) + 2 * texts.length * backbone.rows))
 
 
 def decode(backbone: Backbone, texts: Texts, batch: int) -> Work:
     """Writing all completions, ``batch`` rows together: each token moves all weights and the rows' cache."""
-    count, context = texts.train + texts.others, texts.prompt + texts.written / 2
-    operations = count * (backbone.forward(texts.written, context) + texts.written * 2 * backbone.rows)
-    steps = math.ceil(count / batch) * texts.written
+    count, context = texts.written, texts.prompt + texts.new / 2
+    operations = count * (backbone.forward(texts.new, context) + texts.new * 2 * backbone.rows)
+    steps = math.ceil(count / batch) * texts.new
     weights = sum(backbone.layers) + backbone.rows
     cache = min(batch, count) * context * sum(backbone.cached)
     return Work(operations, steps * HALF * (weights + cache))
@@ -167,22 +189,33 @@ class Stage:
     """One training stage of a recipe.
 
     Attributes:
+        draft_rows: draft vocabulary times hidden size.
         live: the backbone runs in training, in place of stored states.
-        unfrozen: its last layers that are trained too, with the lm_head.
     """
 
     training: TrainConfig
+    shared: SharedTrainConfig
     objective: Objective
     head: Head
     backbone: Backbone
-    draft_rows: int  # draft vocabulary times hidden size
+    draft_rows: int
     texts: Texts
     live: bool = False
-    unfrozen: int = 0
 
     @property
     def sequences(self) -> int:
-        return round(self.training.epochs * self.texts.train)
+        """Texts read in all epochs."""
+        return round(self.training.epochs * self.shared.data_fraction * self.texts.train)
+
+    @property
+    def alive(self) -> int:
+        """Texts whose activations are kept at once."""
+        return min(self.shared.micro_batch or self.training.batch_sequences, self.training.batch_sequences)
+
+    @property
+    def unfrozen(self) -> int:
+        """Last layers of the backbone that are trained too, with the lm_head."""
+        return self.shared.unfrozen_layers
 
     @property
     def own_rows(self) -> bool:
@@ -193,20 +226,18 @@ class Stage:
         steps = math.ceil(self.sequences / self.training.batch_sequences)
         return self.sequences * (self._head() + self._rows() + self._backbone()) + steps * self._muon()
 
-    def _anchors(self) -> int:
-        return self.texts.written
-
     def _head(self) -> float:
-        return 6 * head_products(self.head, self.texts.length, self._anchors())
+        return 6 * head_products(self.head, self.texts.length, self.texts.anchors)
 
     def _rows(self) -> float:
         """Draft logits of every depth with their way back, and the teacher's, once for all depths."""
         passes = 2 + 2 + 2 * self.own_rows + 2 * self.objective.needs_mean_alpha
-        drafts = passes * self.head.depths * self._anchors() * self.draft_rows
-        softening = {self.objective.softening(name) for name in self._taught()}
-        whole = self.backbone.rows
-        teacher = sum(2 * self._anchors() * (self.draft_rows if heat == 1 else whole) for heat in softening)
-        return drafts + teacher
+        products = passes * self.head.depths * self.draft_rows
+        if self.shared.on_policy:  # the drafts that deeper depths read
+            products += 2 * (self.head.depths - 1) * self.draft_rows
+        for softening in {self.objective.softening(name) for name in self._taught()}:
+            products += 2 * (self.draft_rows if softening == 1 else self.backbone.rows)
+        return self.texts.anchors * products
 
     def _taught(self) -> list[str]:
         """Quantities of the loss that need the backbone's distribution."""
@@ -215,8 +246,9 @@ class Stage:
     def _backbone(self) -> float:
         if not (self.live or self.unfrozen):
             return 0.0
-        length, written = self.texts.length, self.texts.written
-        lm_head = (6 if self.unfrozen else 2) * written * self.backbone.rows  # the main loss, or the normalisers
+        length = self.texts.length
+        # The main loss with its way back, and the normalisers of what teaches.
+        lm_head = (8 if self.unfrozen else 2) * self.texts.anchors * self.backbone.rows
         layers = self.backbone.forward(length, length) + self.backbone.backward(length, length, self.unfrozen)
         return layers + lm_head
 
@@ -245,7 +277,7 @@ class Stage:
         unfrozen = 0
         if self.unfrozen:
             weights = sum(self.backbone.layers[-self.unfrozen :]) + self.backbone.rows
-            unfrozen = weights * (HALF + SINGLE + SINGLE + 2 * SINGLE)
+            unfrozen = weights * (HALF + SINGLE + SINGLE + 2 * SINGLE) + self.backbone.tied * HALF * self.backbone.rows
         return HALF * self.backbone.parameters + head + copied + own + unfrozen + self._logits() + self._activations()
 
     def _logits(self) -> float:
@@ -257,32 +289,32 @@ class Stage:
         return SINGLE * (buffers * rows * vocabulary + teacher)
 
     def _activations(self) -> float:
-        """Of a step's sequences, roughly: 12 values of the hidden size and 4 of the MLP's a token and layer.
+        """Of the texts alive, roughly: 12 values of the hidden size and 4 of the MLP's a token and layer.
 
         Besides, the scores of every anchor over its text in three forms (``heads.attention.attend_chains``), and the
         states with their gradients.
         """
-        kept, depths = self.training.batch_sequences * HALF, self.head.depths
+        kept, depths, anchors = self.alive * HALF, self.head.depths, self.texts.anchors
         inner = max(self.backbone.layers) // (3 * self.backbone.hidden)  # the MLP is most of a layer
         a_token = 12 * self.backbone.hidden + 4 * inner
-        states = kept * 3 * depths * self._anchors() * self.backbone.hidden
+        states = kept * 3 * depths * anchors * self.backbone.hidden
         backbone = kept * self.unfrozen * self.texts.length * a_token
         if isinstance(self.head, ParallelHead):
             return 2 * states + backbone
         cascade = isinstance(self.head, CascadeHead)
-        blocks = kept * depths * (self.texts.length if cascade else self._anchors()) * a_token
+        blocks = kept * depths * (self.texts.length if cascade else anchors) * a_token
         chains = 1 if cascade else depths
-        scores = 3 * kept * chains * self._anchors() * self.texts.length * self.backbone.heads
+        scores = 3 * kept * chains * anchors * self.texts.length * self.backbone.heads
         return states + blocks + scores + backbone
 
 
 def writing_memory(backbone: Backbone, texts: Texts, batch: int) -> float:
     """Bytes alive while completions are written: weights, the rows' cache and states, their logits three times."""
-    rows = min(batch, texts.train + texts.others)
+    rows = min(batch, texts.written)
     a_row = HALF * texts.length * (sum(backbone.cached) + backbone.hidden) + 3 * SINGLE * backbone.vocabulary
     return HALF * backbone.parameters + rows * a_row
 
 
-def stored_states(backbone: Backbone, texts: Texts, kept: Iterable[int]) -> float:
-    """Bytes on disk of the final states of as many texts as ``kept`` says, split by split."""
-    return sum(kept) * texts.length * backbone.hidden * HALF
+def stored_states(backbone: Backbone, texts: Texts, middle_layers: int = 0) -> float:
+    """Bytes on disk of the states that training and validation read: final ones, and of as many middle layers."""
+    return (texts.train + texts.validation) * texts.length * backbone.hidden * (1 + middle_layers) * HALF

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from selfspec import config as configuration
 from selfspec.config import Config
 from selfspec.errors import SelfspecError
-from selfspec.heads.build import build as build_head
+from selfspec.heads.build import construct
 from selfspec.heads.protocol import Head
 from selfspec.heads.vocab import DraftVocab
 from selfspec.losses import Objective
@@ -91,32 +91,32 @@ def of(name: str) -> Costs:
         CostError: its backbone's sizes are not in tools/backbones.yaml.
         RecipeError, ConfigError: as ``recipe.build``.
     """
-    raw = recipe.plain(recipe.build(name))
-    config = configuration.parse(raw)
+    config = configuration.parse(recipe.plain(recipe.build(name)))
     known = sizes(config.backbone.uri)
     model = empty_model(known["config"])
-    live = raw["distill"].get("states") == "live"
-    unfrozen = raw.get("train", {}).get("unfrozen_layers", 0)
-    return counted(config, model, empty_head(config, model, known), live=live, unfrozen=unfrozen)
+    return counted(config, model, empty_head(config, model, known))
 
 
-def counted(config: Config, model: PreTrainedModel, head: Head, *, live: bool = False, unfrozen: int = 0) -> Costs:
-    """Counts for a backbone and a head of which only the sizes matter; ``live``, ``unfrozen`` as ``counts.Stage``."""
+def counted(config: Config, model: PreTrainedModel, head: Head) -> Costs:
+    """Counts for a backbone and a head of which only the sizes matter."""
     backbone, texts, batch = counts.Backbone.of(model), counts.Texts.of(config), config.distill.batch_size
+    live = config.distill.states == "live"
     draft_rows = (config.head.draft_vocab_size or backbone.vocabulary) * backbone.hidden
     stages = [
-        counts.Stage(training, objective, head, backbone, draft_rows, texts, live=live, unfrozen=unfrozen)
+        counts.Stage(training, config.train, objective, head, backbone, draft_rows, texts, live)
         for training, objective in (
             (config.train_ce, Objective("ce")),
             (config.train_kl, Objective(**config.loss.model_dump())),
         )
     ]
-    kept = [sum(getattr(config.distill.prompts, split).model_dump().values()) for split in ("train", "validation")]
+    writing = [counts.prefill(backbone, texts), counts.decode(backbone, texts, batch)]
+    if texts.corpus and not live:
+        writing.append(counts.reading(backbone, texts))
     return Costs(
-        writing=[counts.prefill(backbone, texts), counts.decode(backbone, texts, batch)],
+        writing=writing,
         training=[counts.Work(stage.operations()) for stage in stages],
         memory=OVERHEAD + max(counts.writing_memory(backbone, texts, batch), *(stage.memory() for stage in stages)),
-        disk=0.0 if live else counts.stored_states(backbone, texts, kept),
+        disk=0.0 if live else counts.stored_states(backbone, texts, len(config.head.middle_layers)),
     )
 
 
@@ -140,13 +140,19 @@ def empty_model(options: dict[str, Any]) -> PreTrainedModel:
 
 
 def empty_head(config: Config, model: PreTrainedModel, known: dict[str, Any]) -> Head:
-    """The recipe's head on ``model``, without weights; ``known`` are the backbone's ``sizes``."""
-    if "head_class" in known:
-        model = empty_model({**known["config"], "model_type": known["head_class"]})
+    """The recipe's head on ``model``, without weights; ``known`` are the backbone's ``sizes``.
+
+    Its layer is one with full attention. A backbone with linear attention besides, which is refused so far, is taken
+    as one without.
+    """
+    kinds = getattr(model.config, "layer_types", None) or []
+    if "linear_attention" in kinds:
+        model = empty_model({**known["config"], "layer_types": ["full_attention"] * len(kinds)})
     vocabulary = model.config.vocab_size
     ids = torch.arange(config.head.draft_vocab_size or vocabulary)
+    head = config.head
     with torch.device("meta"):
-        return build_head(config.head, model, DraftVocab(ids, vocabulary))
+        return construct(head.type, model, head.depths, DraftVocab(ids, vocabulary), head.options)
 
 
 def source(name: str) -> str:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from selfspec import config as configuration
 from selfspec.backbones.rotary import RotaryTable
-from selfspec.config import TrainConfig
+from selfspec.config import SharedTrainConfig, TrainConfig
 from selfspec.heads import build
 from selfspec.heads.alignment import pack
 from selfspec.losses import Objective
@@ -21,7 +21,7 @@ from tools.recipe_costs import Card, CostError, Costs
 
 LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64  # q, o; k, v; the gated MLP of the tiny Llama
 ROWS = 288 * 32
-TEXTS = counts.Texts(train=10, others=2, prompt=6, written=4)
+TEXTS = counts.Texts(train=10, validation=1, heldout=1, prompt=6, new=4)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def _measured(work):
     return weights, sum(by_name.values()) - weights
 
 
-def _stage(backbone, head, name="ce", *, live=False, unfrozen=0, temperature=1.0, **changes):
+def _stage(backbone, head, name="ce", *, texts=TEXTS, live=False, temperature=1.0, shared=None, **changes):
     training = {
         "epochs": 2.0,
         "optimizer": "adamw",
@@ -59,7 +59,8 @@ def _stage(backbone, head, name="ce", *, live=False, unfrozen=0, temperature=1.0
     }
     objective = Objective(name, temperature=temperature)
     config = TrainConfig.model_validate(training | changes)
-    return counts.Stage(config, objective, head, backbone, ROWS, TEXTS, live=live, unfrozen=unfrozen)
+    together = SharedTrainConfig(**(shared or {}))
+    return counts.Stage(config, together, objective, head, backbone, ROWS, texts, live)
 
 
 def _parallel(model, **options):
@@ -76,6 +77,7 @@ def test_sizes_of_a_backbone(model, backbone):
         attention=[32, 32],
         cached=[32, 32],
         rows=ROWS,
+        tied=True,
         heads=4,
         hidden=32,
         vocabulary=288,
@@ -96,7 +98,7 @@ def test_a_pass_of_every_head_is_what_torch_counts(model, options):
     head = tiny_heads.random_head(model, 3, **options)
     texts, prompts = [torch.tensor(tiny_heads.prompt(n, seed=n)) for n in (19, 11)], [4, 6]
     packed = pack(texts, prompts, 3)
-    hidden = torch.randn(30, 32)
+    hidden = torch.randn(30, head.state_width)
     table = RotaryTable(model, 64, torch.float32)
     weights, _ = _measured(lambda: head(packed, hidden, model.get_input_embeddings().weight, table))
     assert weights == 2 * counts.head_products(head, 30, len(packed.anchors))
@@ -148,7 +150,17 @@ def test_writing(backbone):
     assert decode.operations == 12 * 4 * (2 * 2 * LAYER + 4 * 64 * 8 + 2 * ROWS)
     assert decode.bytes_moved == 2 * 4 * 2 * (2 * LAYER + ROWS + 8 * 8 * 64)  # two rounds of four tokens
     assert counts.writing_memory(backbone, TEXTS, 8) == 2 * backbone.parameters + 8 * (2 * 10 * (64 + 32) + 12 * 288)
-    assert counts.stored_states(backbone, TEXTS, [10, 1]) == 11 * 10 * 32 * 2
+    assert counts.stored_states(backbone, TEXTS) == 11 * 10 * 32 * 2
+    assert counts.stored_states(backbone, TEXTS, middle_layers=2) == 3 * 11 * 10 * 32 * 2
+
+
+def test_documents_are_read_and_not_written(model, backbone):
+    corpus = dataclasses.replace(TEXTS, corpus=True)
+    assert counts.prefill(backbone, corpus).operations == counts.prefill(backbone, TEXTS).operations / 12
+    assert counts.decode(backbone, corpus, 8).bytes_moved == 4 * 2 * (2 * LAYER + ROWS + 8 * 64)
+    assert counts.reading(backbone, corpus).operations == 11 * 10 * (2 * 2 * LAYER + 4 * 64 * 10 + 2 * ROWS)
+    stages = [_stage(backbone, _parallel(model), texts=texts) for texts in (corpus, TEXTS)]
+    assert stages[0].operations() == stages[1].operations() * 10 / 4  # every position is an anchor
 
 
 def test_training(model, backbone):
@@ -157,6 +169,10 @@ def test_training(model, backbone):
     plain = _stage(backbone, head).operations()
     taught = _stage(backbone, head, "kl").operations()
     assert taught - plain == 20 * 2 * 4 * ROWS  # a teacher for both depths
+    half = _stage(backbone, head, shared={"data_fraction": 0.5}).operations()
+    assert half == plain / 2
+    drafting = _stage(backbone, head, shared={"on_policy": 0.5}).operations()
+    assert drafting - plain == 20 * 2 * 4 * ROWS  # one depth reads the drafts of the one before
     own = _stage(backbone, _parallel(model, output="own")).operations()
     assert own - plain == 20 * 2 * 2 * 4 * ROWS
     muon = _stage(backbone, head, optimizer="muon").operations()
@@ -175,8 +191,8 @@ def test_a_backbone_in_training(model, backbone):
     live = _stage(backbone, head, live=True).operations()
     forward = 10 * (2 * 2 * LAYER + 4 * 64 * 10)
     assert live - frozen == 20 * (forward + 2 * 4 * ROWS)
-    unfrozen = _stage(backbone, head, unfrozen=1).operations()
-    assert unfrozen - frozen == 20 * (forward + 10 * (4 * LAYER + 8 * 32 * 10) + 6 * 4 * ROWS)
+    unfrozen = _stage(backbone, head, live=True, shared={"unfrozen_layers": 1}).operations()
+    assert unfrozen - frozen == 20 * (forward + 10 * (4 * LAYER + 8 * 32 * 10) + (6 + 2) * 4 * ROWS)
 
 
 def test_memory(model, backbone):
@@ -187,7 +203,10 @@ def test_memory(model, backbone):
     assert stage.memory() == 2 * backbone.parameters + 20 * weights + 4 * 3 * 100 * 288 + 2 * states
     assert stage.memory() - _stage(backbone, head, optimizer="muon").memory() == 4 * 2 * 32 * 32
     assert _stage(backbone, head, "lk_nll").memory() - stage.memory() == 4 * 3 * 100 * 288
-    assert _stage(backbone, head, unfrozen=1).memory() - stage.memory() > 18 * (LAYER + ROWS)
+    unfrozen = _stage(backbone, head, shared={"unfrozen_layers": 1}).memory() - stage.memory()
+    activations = 8 * 2 * 10 * (12 * 32 + 4 * (LAYER // 96))
+    assert unfrozen == 18 * (LAYER + ROWS) + 2 * ROWS + activations  # the lm_head was tied
+    assert stage.memory() - _stage(backbone, head, shared={"micro_batch": 2}).memory() == 2 * states * 6 / 8
     own = _stage(backbone, _parallel(model, output="own"))
     assert own.memory() - stage.memory() == 2 * ROWS * (20 + 4) + 4 * 100 * 288
 
@@ -212,10 +231,12 @@ def test_the_table_has_every_recipe_with_its_source():
 
 
 def test_a_backbone_in_training_costs_more_and_stores_nothing(model):
-    config = configuration.parse(recipe.plain(recipe.build(recipe.DEFAULT)))
+    raw = recipe.plain(recipe.build(recipe.DEFAULT))
+    config = configuration.parse(raw)
     head = build.build(config.head, model, tiny_heads.vocabulary(model, torch.arange(200)))
     frozen = recipe_costs.counted(config, model, head)
-    unfrozen = recipe_costs.counted(config, model, head, live=True, unfrozen=2)
+    raw["train"]["unfrozen_layers"], raw["distill"]["states"] = 2, "live"
+    unfrozen = recipe_costs.counted(configuration.parse(raw), model, head)
     assert frozen.disk == (1880 + 56) * (208 + 160) * 32 * 2
     assert unfrozen.disk == 0
     assert frozen.writing == unfrozen.writing
