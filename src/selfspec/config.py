@@ -241,8 +241,9 @@ class HeadConfig(_Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that this type has."""
-        return {name: getattr(self, name) for name in HEAD_OPTIONS[self.type]}
+        """The options that this type has, as JSON and YAML spell them."""
+        chosen = {name: getattr(self, name) for name in HEAD_OPTIONS[self.type]}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
 
     @model_validator(mode="after")
     def _options_of_the_type(self) -> HeadConfig:

@@ -262,6 +262,11 @@ def _write_json(
             "lossless": {"prompts": 36, "tokens": 2211, "identical": 36},
             "prompts": dict.fromkeys(domains, prompts),
             "heldout_coverage": 0.9688,
+            "drift": {
+                "perplexity_before": {"value": 11.02, "low": 10.4, "high": 11.7, "prompts": 60, "count": 9000.0},
+                "perplexity_after": {"value": 10.61, "low": 10.0, "high": 11.3, "prompts": 60, "count": 9000.0},
+                "exact_match": {"value": 0.25, "low": 0.2, "high": 0.3, "prompts": prompts, "count": float(prompts)},
+            },
         },
         "bench": {
             "machine": {

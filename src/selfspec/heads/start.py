@@ -79,7 +79,8 @@ def _stored(config: HeadConfig, directory: Path) -> Stored:
     given = {"type": described["type"], "depths": described["depths"], **described.get("options", {})}
     for name, value in asked.items():
         # Files from before types had options name none: the defaults are theirs.
-        has = given.get(name, HeadConfig.model_fields[name].default)
+        default = HeadConfig.model_fields[name].default
+        has = given.get(name, list(default) if isinstance(default, tuple) else default)
         if has != value:
             raise HeadError(
                 f"head.{name}: got {value!r}; allowed: {has!r}, which the head in head.checkpoint {directory} has; "

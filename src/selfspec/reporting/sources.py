@@ -96,9 +96,8 @@ def training(report: Report) -> Table:
 def _variant(head: HeadConfig) -> str:
     """The options of the type that are not at their defaults."""
     defaults = {name: field.default for name, field in type(head).model_fields.items()}
-    changed = {name: value for name, value in head.options.items() if value != defaults[name]}
-    shown = {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
-    return "".join(f", {name} {value}" for name, value in shown.items())
+    changed = {name: value for name, value in head.options.items() if getattr(head, name) != defaults[name]}
+    return "".join(f", {name} {value}" for name, value in changed.items())
 
 
 def _shared(train: SharedTrainConfig) -> str:
