@@ -1,8 +1,9 @@
 """Which head, loss and initialisation is best: one experiment a row, everything else as params.yaml has it.
 
 ``make ablations`` queues the rows, runs them one after the other and writes ``reports/ablations.csv``,
-``reports/ablations.md`` and ``reports/ablations.png``. A row that has run under the same parameters
-and code is not run again. Stages before the first one that a row changes are not rerun either.
+``reports/ablations.md``, ``reports/ablations.png`` and, of the rows on part of the data,
+``reports/data_scaling.png``. A row that has run under the same parameters and code is not run again. Stages before
+the first one that a row changes are not rerun either.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "cascade": {"head": {"type": "cascade"}},
     "parallel": {"head": {"type": "parallel"}},
     "last_layer": {"head": {"init": "last_layer"}},
+    "middle": {"head": {"middle_layers": [10, 20]}},
+    "on_policy": {"train": {"on_policy": 0.5}},
+    "data_25": {"train": {"data_fraction": 0.25}},
+    "data_50": {"train": {"data_fraction": 0.5}},
 }
 """What each row changes in params.yaml."""
 
@@ -43,6 +48,9 @@ ONLY_FORCED: dict[str, dict[str, Any]] = {
     "bench": {"num_drafts": [1]},  # not run; the default's may be deeper than a head with weights per depth goes
 }
 """Of every row: the table is teacher-forced, so the rest of stage accept, three quarters of it, is cut short."""
+
+SCALING = {"data_25": 0.25, "data_50": 0.5, "lk_hybrid": 1.0}
+"""Rows of the data-scaling curve, by their share of the training completions. Passes over them stay as many."""
 
 METRICS = ("match", "tokens_per_round")
 """Of ``reports/accept.csv``, teacher-forced; ``match`` by depth."""
@@ -153,6 +161,8 @@ def write(rows: Sequence[Row], folder: Path) -> None:
             writer.writerows({**cell, "row": row.name, "changes": row.changes} for cell in row.cells)
     (folder / "ablations.md").write_text(page(rows))
     figure(rows, folder / "ablations.png")  # not among reports/figures, which are an output of stage report
+    if SCALING.keys() <= {row.name for row in rows}:
+        scaling_figure({row.name: row for row in rows}, folder / "data_scaling.png")
 
 
 def _named(row: Row, domain: str) -> dict[str, dict[str, str]]:
@@ -204,6 +214,27 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         axis.set(title=domain, xlabel="tokens per round")
     axes[0][0].set_yticks(range(len(rows)), [row.name for row in rows])
     axes[0][0].invert_yaxis()
+    made.tight_layout()
+    made.savefig(path, dpi=150)
+    plt.close(made)
+
+
+def scaling_figure(rows: dict[str, Row], path: Path) -> None:
+    """Depth-1 match and tokens per round over the share of the training completions, a line a domain."""
+    made, axes = plt.subplots(1, 2, figsize=(8, 3.2))
+    for axis, metric in zip(axes, ("match 1", "tokens per round"), strict=True):
+        for domain in _domains(list(rows.values())):
+            cells = [_named(rows[name], domain)[metric] for name in SCALING]
+            values = [float(cell["value"]) for cell in cells]
+            below = [value - float(cell["low"]) for value, cell in zip(values, cells, strict=True)]
+            above = [float(cell["high"]) - value for value, cell in zip(values, cells, strict=True)]
+            axis.errorbar(
+                [100 * share for share in SCALING.values()], values, yerr=[below, above], label=domain, capsize=3
+            )
+        axis.set(xlabel="training completions, %", ylabel=metric, xscale="log")
+        axis.set_xticks([100 * share for share in SCALING.values()], [f"{share:.0%}" for share in SCALING.values()])
+        axis.minorticks_off()
+    axes[0].legend()
     made.tight_layout()
     made.savefig(path, dpi=150)
     plt.close(made)

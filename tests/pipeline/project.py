@@ -52,13 +52,26 @@ class Project:
         for name in ("PYTHONPATH", "VIRTUAL_ENV"):
             self._environment.pop(name, None)
 
-    def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run a command in the copy; stdout and stderr come together in ``stdout``."""
+    def run(
+        self, *command: str, check: bool = True, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in the copy; stdout and stderr come together in ``stdout``. ``env`` is added to its own."""
         done = subprocess.run(
-            command, cwd=self.root, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=self.root,
+            env=self._environment | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         assert not check or done.returncode == 0, f"{' '.join(command)} exited {done.returncode}:\n{done.stdout}"
         return done
+
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """Start a command in the copy; what it prints is lost."""
+        return subprocess.Popen(
+            command, cwd=self.root, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
 
     def dvc(self, *arguments: str) -> str:
         """Run dvc and return what it printed."""

@@ -4,8 +4,10 @@ The fixtures build on each other in that order, so the pipeline runs once in ful
 """
 
 import csv
+import io
 import json
 import math
+import time
 
 import pytest
 import yaml
@@ -222,6 +224,45 @@ def test_a_copy_runs_its_own_code_and_not_the_installed_one(project):
     """`dvc exp run --temp` and `--queue` work in copies, while the environment points at the original."""
     done = project.run("python", "-c", "import stages, selfspec; print(selfspec.__file__)")
     assert done.stdout.startswith(str(project.root / "src"))
+
+
+def test_a_killed_stage_goes_on_and_several_processes_train_the_same_head(project):
+    """Stage 1 by hand: once through, killed by the system after its first kept steps, and in two processes."""
+    path = project.root / "params.yaml"
+    kept, resume = path.read_text(), project.root / ".cache/train/train_ce.pt"
+    params = project.params()
+    params["backbone"]["dtype"], params["train_ce"]["dtype"] = "float32", "float32"
+    params["distill"]["states"] = "live"  # the stored ones are of another dtype
+    params["train_ce"]["epochs"], params["train"]["resume_steps"] = 30.0, 5
+    path.write_text(yaml.safe_dump(params))
+    stage = ("python", "-m", "stages.train_ce")
+    names = ("models/head_ce/head.safetensors", "reports/train_ce.csv")
+    try:
+        project.run(*stage)
+        weights, curve = ((project.root / name).read_bytes() for name in names)
+        running = project.start(*stage)
+        deadline = time.monotonic() + 120
+        while not resume.exists() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        running.kill()
+        running.wait()
+        assert resume.exists()
+        output = project.run(*stage).stdout
+        assert "going on after an interrupted run:" in output
+        assert ((project.root / names[0]).read_bytes(), (project.root / names[1]).read_bytes()) == (weights, curve)
+        assert not resume.exists()
+        options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+        project.run(*stage, env={"SELFSPEC_LAUNCH": f"{options} --main_process_port 0"})
+        losses = [
+            [float(row["loss"]) for row in csv.DictReader(io.StringIO(text.decode()))]
+            for text in (curve, (project.root / names[1]).read_bytes())
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-2)  # hundreds of steps apart, rounding has grown
+        assert losses[1][:4] == pytest.approx(losses[0][:4], rel=1e-4)
+    finally:
+        path.write_text(kept)
+        project.dvc("checkout", "--force", "train_ce")
+        project.run("git", "checkout", "--", "reports")
 
 
 def test_a_wrong_parameter_stops_a_stage_at_once_in_one_line(project):

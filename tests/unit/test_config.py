@@ -273,7 +273,7 @@ def test_a_middle_layer_that_is_no_number_is_named():
     expected = "head.middle_layers[1]: got 0; allowed: a whole number >= 1; set it in params.yaml"
     assert _fault(_with(head__middle_layers=[10, 0])) == expected
     parsed = config.parse(_with(head__middle_layers=[10, 20])).head
-    assert (parsed.middle_layers, parsed.options["middle_layers"]) == ((10, 20), (10, 20))
+    assert (parsed.middle_layers, parsed.options["middle_layers"]) == ((10, 20), [10, 20])
 
 
 def test_a_missing_parameter_says_what_belongs_there():
