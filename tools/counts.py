@@ -191,6 +191,7 @@ class Stage:
     Attributes:
         draft_rows: draft vocabulary times hidden size.
         live: the backbone runs in training, in place of stored states.
+        teacher: what an unfrozen backbone is distilled from.
     """
 
     training: TrainConfig
@@ -201,6 +202,7 @@ class Stage:
     draft_rows: int
     texts: Texts
     live: bool = False
+    teacher: Backbone | None = None
 
     @property
     def sequences(self) -> int:
@@ -250,6 +252,8 @@ class Stage:
         # The main loss with its way back, and the normalisers of what teaches.
         lm_head = (8 if self.unfrozen else 2) * self.texts.anchors * self.backbone.rows
         layers = self.backbone.forward(length, length) + self.backbone.backward(length, length, self.unfrozen)
+        if self.teacher:
+            layers += self.teacher.forward(length, length) + 2 * self.texts.anchors * self.teacher.rows
         return layers + lm_head
 
     def _muon(self) -> float:
@@ -278,7 +282,9 @@ class Stage:
         if self.unfrozen:
             weights = sum(self.backbone.layers[-self.unfrozen :]) + self.backbone.rows
             unfrozen = weights * (HALF + SINGLE + SINGLE + 2 * SINGLE) + self.backbone.tied * HALF * self.backbone.rows
-        return HALF * self.backbone.parameters + head + copied + own + unfrozen + self._logits() + self._activations()
+        given = self.backbone.parameters + (self.teacher.parameters if self.teacher else 0)
+        logits = max(self._logits(), self._main_logits())
+        return HALF * given + head + copied + own + unfrozen + logits + self._activations()
 
     def _logits(self) -> float:
         """The buffers of ``training.chunked``: 3 for cross-entropy, else 6; softening and own rows need more."""
@@ -287,6 +293,11 @@ class Stage:
         buffers = (6 if self._taught() else 3) + 3 * softened + self.own_rows
         teacher = rows // self.head.depths * self.backbone.vocabulary if softened else 0
         return SINGLE * (buffers * rows * vocabulary + teacher)
+
+    def _main_logits(self) -> float:
+        """Of the unfrozen backbone's own loss: four forms of them, and as many against a teacher's."""
+        forms = 0 if not self.unfrozen else 8 if self.teacher else 4
+        return SINGLE * forms * self.training.chunk_rows * self.backbone.vocabulary
 
     def _activations(self) -> float:
         """Of the texts alive, roughly: 12 values of the hidden size and 4 of the MLP's a token and layer.

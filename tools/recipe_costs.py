@@ -94,16 +94,19 @@ def of(name: str) -> Costs:
     config = configuration.parse(recipe.plain(recipe.build(name)))
     known = sizes(config.backbone.uri)
     model = empty_model(known["config"])
-    return counted(config, model, empty_head(config, model, known))
+    taught_by = config.train.teacher
+    teacher = None if taught_by is None else empty_model(sizes(taught_by.uri)["config"])
+    return counted(config, model, empty_head(config, model, known), teacher)
 
 
-def counted(config: Config, model: PreTrainedModel, head: Head) -> Costs:
-    """Counts for a backbone and a head of which only the sizes matter."""
+def counted(config: Config, model: PreTrainedModel, head: Head, teacher: PreTrainedModel | None = None) -> Costs:
+    """Counts for a backbone, a head and the backbone's teacher, of which only the sizes matter."""
     backbone, texts, batch = counts.Backbone.of(model), counts.Texts.of(config), config.distill.batch_size
     live = config.distill.states == "live"
+    taught_by = None if teacher is None else counts.Backbone.of(teacher)
     draft_rows = (config.head.draft_vocab_size or backbone.vocabulary) * backbone.hidden
     stages = [
-        counts.Stage(training, config.train, objective, head, backbone, draft_rows, texts, live)
+        counts.Stage(training, config.train, objective, head, backbone, draft_rows, texts, live, taught_by)
         for training, objective in (
             (config.train_ce, Objective("ce")),
             (config.train_kl, Objective(**config.loss.model_dump())),

@@ -108,8 +108,8 @@ def make(folder: Path, recipe: str = DEFAULT) -> Project:
 def take(project: Project, recipe: str) -> None:
     """Give ``project`` the tiny form of ``recipe``.
 
-    Its sizes are shrunk, its backbone is a tiny random Llama (of which one layer is unfrozen, where any are) and its
-    data are four small sources; head, optimisers and loss stay.
+    Its sizes are shrunk, its backbone is a tiny random Llama (of which one layer is unfrozen, where any are, and which
+    is its own teacher, where there is one) and its data are four small sources; head, optimisers and loss stay.
     """
     folder = project.root.parent
     params = plain(build(recipe))
@@ -119,6 +119,8 @@ def take(project: Project, recipe: str) -> None:
         params["head"] = head
     params["train"]["unfrozen_layers"] = min(params["train"]["unfrozen_layers"], 1)
     params["backbone"]["uri"] = f"file:{folder / 'backbone'}"
+    if params["train"]["teacher"]:
+        params["train"]["teacher"] = dict(params["backbone"])
     params["shard"]["sources"] = [_source(folder, domain) for domain in _TEXTS]
     (project.root / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
 

@@ -43,7 +43,9 @@ def _measured(work):
     return weights, sum(by_name.values()) - weights
 
 
-def _stage(backbone, head, name="ce", *, texts=TEXTS, live=False, temperature=1.0, shared=None, **changes):
+def _stage(
+    backbone, head, name="ce", *, texts=TEXTS, live=False, teacher=None, temperature=1.0, shared=None, **changes
+):
     training = {
         "epochs": 2.0,
         "optimizer": "adamw",
@@ -60,7 +62,7 @@ def _stage(backbone, head, name="ce", *, texts=TEXTS, live=False, temperature=1.
     objective = Objective(name, temperature=temperature)
     config = TrainConfig.model_validate(training | changes)
     together = SharedTrainConfig(**(shared or {}))
-    return counts.Stage(config, together, objective, head, backbone, ROWS, texts, live)
+    return counts.Stage(config, together, objective, head, backbone, ROWS, texts, live, teacher)
 
 
 def _parallel(model, **options):
@@ -120,6 +122,7 @@ def test_the_default_s_counts_are_those_of_the_modules_it_ran():
         ("hf:openbmb/MiniCPM5-1B", 1.080632832, 0.679552512),
         ("hf:Qwen/Qwen2.5-1.5B", 1.54, 1.31),
         ("hf:Qwen/Qwen3-1.7B", 1.7, 1.4),
+        ("hf:Qwen/Qwen3-8B", 8.2, 6.95),
     ],
 )
 def test_sizes_add_up_to_what_is_published(uri, total, without_embeddings):
@@ -193,6 +196,8 @@ def test_a_backbone_in_training(model, backbone):
     assert live - frozen == 20 * (forward + 2 * 4 * ROWS)
     unfrozen = _stage(backbone, head, live=True, shared={"unfrozen_layers": 1}).operations()
     assert unfrozen - frozen == 20 * (forward + 10 * (4 * LAYER + 8 * 32 * 10) + (6 + 2) * 4 * ROWS)
+    distilled = _stage(backbone, head, live=True, teacher=backbone, shared={"unfrozen_layers": 1}).operations()
+    assert distilled - unfrozen == 20 * (forward + 2 * 4 * ROWS)
 
 
 def test_memory(model, backbone):
@@ -205,7 +210,8 @@ def test_memory(model, backbone):
     assert _stage(backbone, head, "lk_nll").memory() - stage.memory() == 4 * 3 * 100 * 288
     unfrozen = _stage(backbone, head, shared={"unfrozen_layers": 1}).memory() - stage.memory()
     activations = 8 * 2 * 10 * (12 * 32 + 4 * (LAYER // 96))
-    assert unfrozen == 18 * (LAYER + ROWS) + 2 * ROWS + activations  # the lm_head was tied
+    main = 4 * 100 * 288  # one form of its logits more than the head's
+    assert unfrozen == 18 * (LAYER + ROWS) + 2 * ROWS + activations + main  # the lm_head was tied
     assert stage.memory() - _stage(backbone, head, shared={"micro_batch": 2}).memory() == 2 * states * 6 / 8
     own = _stage(backbone, _parallel(model, output="own"))
     assert own.memory() - stage.memory() == 2 * ROWS * (20 + 4) + 4 * 100 * 288
