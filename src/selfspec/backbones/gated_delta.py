@@ -45,9 +45,10 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
     if q.shape[2] <= _CHUNK:
         return _chunk(q, k, v, g, beta, state)
     outs, writes = [], []
-    for part in zip(*(tensor.split(_CHUNK, dim=2) for tensor in (q, k, v, g, beta)), strict=True):
-        out, u = _chunk(*part, state)
-        state = written(state, part[1], u, part[3])
+    for start in range(0, q.shape[2], _CHUNK):
+        here = slice(start, start + _CHUNK)
+        out, u = _chunk(q[:, :, here], k[:, :, here], v[:, :, here], g[:, :, here], beta[:, :, here], state)
+        state = written(state, k[:, :, here], u, g[:, :, here])
         outs.append(out)
         writes.append(u)
     return torch.cat(outs, dim=2), torch.cat(writes, dim=2)
