@@ -3,12 +3,22 @@
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
 from selfspec.backbones.block import SUPPORTED_MODEL_TYPES, check_supported, norm_function
 from selfspec.backbones.decoder import Decoder
-from selfspec.backbones.load import BackboneError
+from selfspec.backbones.load import BackboneError, load_model
 from selfspec.backbones.rotary import RotaryTable
+from selfspec.config import BackboneConfig
 from tests.unit import tiny, tiny_heads
 from tests.unit.tiny_families import FAMILIES, WINDOW, family, rounding
 
@@ -142,6 +152,31 @@ def test_an_unsupported_family_is_refused_with_what_it_lacks_here(config, lackin
 def test_options_of_a_supported_family_that_change_the_forward_are_refused(option, lacking):
     with pytest.raises(BackboneError, match=f"'gemma3_text' is not supported: this decoder has no {lacking}"):
         check_supported(Gemma3TextConfig(**option))
+
+
+def test_any_experts_and_linear_attention_alone_are_refused():
+    """Qwen3-Next is supported without experts, however a config says so, and linear attention beside full attention."""
+    check_supported(Qwen3NextConfig(num_experts=0))
+    check_supported(Qwen3NextConfig(num_hidden_layers=4, mlp_only_layers=[0, 1, 2, 3]))
+    with pytest.raises(BackboneError, match="'qwen3_next' is not supported: .* no mixture-of-experts MLPs"):
+        check_supported(Qwen3NextConfig(num_hidden_layers=4, mlp_only_layers=[0, 1, 2]))
+    linear = Qwen3_5TextConfig(num_hidden_layers=2, layer_types=["linear_attention"] * 2)
+    with pytest.raises(BackboneError, match="no linear attention without a layer of full"):
+        check_supported(linear)
+
+
+def test_a_checkpoint_with_an_encoder_of_images_is_loaded_as_its_text_model(tmp_path):
+    """As Qwen3.5 is published: the encoder stays on disk, and the text model is of a supported type."""
+    text = family("qwen3_5").config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).eval()
+    whole.save_pretrained(tmp_path)
+    model = load_model(BackboneConfig(uri=f"file:{tmp_path}", name="tiny", license="MIT", dtype="float32"))
+    assert model.config.model_type == "qwen3_5_text"
+    decoder, ids = Decoder(model), tiny_heads.prompt(20)
+    _, (states,) = decoder.prefill([ids], 20)
+    expected = whole(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(decoder.logits(states), expected, atol=5 * rounding(model), rtol=1e-5)
 
 
 # Rotary tables
