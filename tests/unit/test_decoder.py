@@ -158,7 +158,7 @@ def test_any_experts_and_linear_attention_alone_are_refused():
     """Qwen3-Next is supported without experts, however a config says so, and linear attention beside full attention."""
     check_supported(Qwen3NextConfig(num_experts=0))
     check_supported(Qwen3NextConfig(num_hidden_layers=4, mlp_only_layers=[0, 1, 2, 3]))
-    with pytest.raises(BackboneError, match="'qwen3_next' is not supported: .* no mixture-of-experts MLPs"):
+    with pytest.raises(BackboneError, match=r"'qwen3_next' is not supported: .* no mixture-of-experts MLPs"):
         check_supported(Qwen3NextConfig(num_hidden_layers=4, mlp_only_layers=[0, 1, 2]))
     linear = Qwen3_5TextConfig(num_hidden_layers=2, layer_types=["linear_attention"] * 2)
     with pytest.raises(BackboneError, match="no linear attention without a layer of full"):
