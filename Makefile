@@ -90,8 +90,7 @@ recipe-costs: $(READY)  ## what every recipe needs in GPU memory, disk and time:
 
 .PHONY: ablations
 ablations: $(READY)  ## an experiment for each of several losses, heads and initialisations, into reports/ablations.* (hours)
-	python -m tools.ablations queue
-	dvc exp run --run-all --jobs 1
+	python -m tools.ablations run
 	python -m tools.ablations collect
 
 .PHONY: hooks

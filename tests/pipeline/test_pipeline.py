@@ -191,17 +191,17 @@ def test_ablation_rows_run_once_and_are_collected(project):
     code = project.root / "src/selfspec/errors.py"
     kept = code.read_text()
     code.write_text(kept + "\n# an edit\n")
-    edited = project.run(*ablations, "queue", *rows, check=False)
+    edited = project.run(*ablations, "run", *rows, check=False)
     code.write_text(kept)
     assert (edited.returncode, edited.stdout.count("\n")) == (2, 1), edited.stdout
     assert "src/selfspec/errors.py' is not committed" in edited.stdout
     early = project.run(*ablations, "collect", *rows, check=False)
     assert early.returncode == 2
     assert early.stdout.startswith("error: rows: lk_hybrid, kl have not run under these parameters")
-    assert "2 of 2 rows queued: lk_hybrid, kl" in project.run(*ablations, "queue", *rows).stdout
-    ran = project.dvc("exp", "run", "--run-all", "--jobs", "1")
+    ran = project.run(*ablations, "run", *rows).stdout
+    assert "2 of 2 rows run: lk_hybrid, kl" in ran
     assert sorted(projects.stages_run(ran)) == ["accept", "accept", "train_kl"]  # accept is cut short
-    assert "0 of 2 rows queued" in project.run(*ablations, "queue", *rows).stdout
+    assert "0 of 2 rows run: all had run before" in project.run(*ablations, "run", *rows).stdout
     project.run(*ablations, "collect", *rows)
     cells = {
         (row["row"], row["domain"], row["metric"], row["depth"]): row["value"]

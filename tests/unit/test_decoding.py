@@ -99,9 +99,9 @@ class Script(Greedy):
 class WatchedDecoder(Decoder):
     """Remembers the cache it wrote last."""
 
-    def forward(self, tokens, cache):
+    def forward(self, tokens, cache, counts=None):
         self.cache = cache
-        return super().forward(tokens, cache)
+        return super().forward(tokens, cache, counts)
 
 
 class WatchedDrafter(SharedDrafter):
@@ -125,6 +125,9 @@ class WatchedDrafter(SharedDrafter):
         fresh, (hidden,) = self.plain.prefill([text[:length]], length)
         for ours, theirs in zip(backbone.keys + backbone.values, fresh.keys + fresh.values, strict=True):
             torch.testing.assert_close(ours[position, :, :length], theirs[0], atol=1e-4, rtol=1e-3)
+        for ours, theirs in zip(backbone.recurrent, fresh.recurrent, strict=True):
+            torch.testing.assert_close(ours.memory[position], theirs.memory[0], atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(ours.window[position], theirs.window[0], atol=1e-4, rtol=1e-3)
         head_cache = self.new_cache(1, length)
         fresh_state = super().observe(torch.tensor([text[1 : length + 1]]), hidden[None], [length], head_cache)
         for ours, theirs in zip(cache.keys + cache.values, head_cache.keys + head_cache.values, strict=True):
@@ -153,11 +156,12 @@ def _scripted(prompts, accepts, limit, num_drafts, model=None):
     return result, drafter
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("accepted", range(6))
-def test_every_accept_count_leaves_clean_caches(accepted):
+def test_every_accept_count_leaves_clean_caches(accepted, name):
     num_drafts, prompt = 5, RAGGED[2]
     limit = 1 + 3 * (accepted + 1)  # the prefill's token, then three such rounds
-    result, drafter = _scripted([prompt], [[accepted]], limit, num_drafts)
+    result, drafter = _scripted([prompt], [[accepted]], limit, num_drafts, family(name))
     wanted, left = [], limit - 1
     while left:
         drafted = min(num_drafts, left - 1)

@@ -22,6 +22,7 @@ from selfspec.distill.records import Completion, Prompt
 from selfspec.distill.writer import write_completions
 from selfspec.errors import SelfspecError
 from tests.unit import tiny, tiny_heads
+from tests.unit.tiny_families import family
 
 LENGTHS = [12, 3, 25, 1, 40, 8, 17, 30, 5, 9, 22]
 LIMIT = 20
@@ -132,6 +133,21 @@ def test_admitting_short_prompts_beside_long_rows_keeps_the_long_ones():
     assert len(expected[0]) > 10  # still running while the second has ended and the third comes in
     finished = _write(model, prompts, batch_size=2, max_new_tokens=60)
     assert [finished[prompt.id][0].completion_ids for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_rows_with_recurrent_states_are_taken_over_clean(batch_size):
+    """Linear attention: rows end, are taken over and are dropped; what a row held before does not show."""
+    first = [stock_greedy(family("qwen3_5"), [prompt.prompt_ids], LIMIT)[0] for prompt in _prompts()]
+    model = family("qwen3_5", ends=[first[0][4], first[4][0], first[7][11]])
+    decoder = Decoder(model)
+    finished = _write(model, _prompts(), batch_size=batch_size)
+    for prompt in _prompts():
+        completion, of = finished[prompt.id]
+        assert completion.completion_ids == stock_greedy(model, [prompt.prompt_ids], LIMIT)[0]
+        again = states.recompute(decoder, completion)
+        torch.testing.assert_close(of.hidden, again.hidden, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(of.lse, again.lse, atol=5e-4, rtol=1e-4)
 
 
 def test_sampled_completions_are_seeded(model):

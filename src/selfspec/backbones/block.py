@@ -42,9 +42,14 @@ def _set(*names: str) -> Callable[[Any], bool]:
 
 # What other families are made of, or what an option of a supported one asks for, and how their configs show it.
 _LACKING: dict[str, Callable[[Any], bool]] = {
-    "linear-attention layers": lambda config: "linear_attention" in (getattr(config, "layer_types", None) or ()),
+    "linear attention without a layer of full attention": lambda config: (
+        set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}
+    ),
     "state-space layers": _set("ssm_state_size", "state_size", "mamba_d_state"),
-    "mixture-of-experts MLPs": _set("num_experts", "num_local_experts", "n_routed_experts"),
+    "mixture-of-experts MLPs": lambda config: (
+        _set("num_experts", "num_local_experts", "n_routed_experts")(config)
+        and len(set(getattr(config, "mlp_only_layers", None) or ())) < config.num_hidden_layers
+    ),
     "latent attention (MLA)": _set("kv_lora_rank"),
     "MLPs without a gate": lambda config: config.model_type in _UNGATED,
     "alibi positions": lambda config: config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False),
@@ -253,7 +258,7 @@ class FusedBlock:
         q, k, v = (Rows.of(projection) for projection in (attention.q_proj, attention.k_proj, attention.v_proj))
         parts = [q, k, v]
         if self.gated:  # queries together, gates together, so that neither is copied on every call
-            by_head = torch.arange(len(q.weight)).view(self.heads, 2, head_dim)
+            by_head = torch.arange(len(q.weight), device=q.weight.device).view(self.heads, 2, head_dim)
             parts = [q.take(by_head[:, 0].flatten()), k, v, q.take(by_head[:, 1].flatten())]
         self.qkv_proj = merged(parts, dtype)
         self.attention_out: Function = merged([Rows.of(attention.o_proj)], dtype)

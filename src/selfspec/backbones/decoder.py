@@ -2,7 +2,8 @@
 
 Each row of a batch has its own length, so rows may accept different numbers of drafts. ``forward``
 writes its tokens' keys behind each row's valid part without counting them in; ``advance`` then says
-how many to keep. A rejection therefore needs no cropping: the next forward overwrites.
+how many to keep. A rejection therefore needs no cropping: the next forward overwrites. The states of linear-attention
+layers follow the same calls: ``forward`` reads them, ``advance`` brings them to the new lengths.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from selfspec.backbones.block import (
     norm_function,
     windows,
 )
+from selfspec.backbones.gated_delta import DeltaBlock, DeltaStates
 from selfspec.backbones.linear import Linear
 from selfspec.backbones.load import end_tokens, input_embeddings, output_projection
 from selfspec.backbones.rotary import RotaryTable
@@ -32,7 +34,7 @@ _FEW_QUERIES = 32  # folded queries a row up to which batched products win
 
 
 class RaggedCache:
-    """Keys and values ``[rows, kv_heads, capacity, head_dim]`` per layer, and each row's valid length.
+    """Keys and values ``[rows, kv_heads, capacity, head_dim]`` per layer with attention, and each row's valid length.
 
     Several rows together read all ``capacity`` slots, because batched products want contiguous keys;
     so the capacity follows the longest row in steps of 64. One row alone reads exactly what it needs,
@@ -40,10 +42,19 @@ class RaggedCache:
 
     Args:
         limit: slots a row may use at most.
+        recurrent: the states of linear-attention layers.
     """
 
     def __init__(
-        self, layers: int, rows: int, kv_heads: int, limit: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        limit: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        recurrent: Sequence[DeltaStates] = (),
     ) -> None:
         self.limit = limit
         self.lengths = [0] * rows
@@ -52,6 +63,7 @@ class RaggedCache:
         # Zeros, not empty: masked positions enter the softmax with weight 0, and 0 * NaN is NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.recurrent = list(recurrent)
 
     @property
     def rows(self) -> int:
@@ -59,6 +71,10 @@ class RaggedCache:
 
     def advance(self, counts: list[int]) -> None:
         """Keep the first ``counts[row]`` of the tokens that the last forward wrote."""
+        if self.recurrent:
+            kept = torch.tensor(counts, device=self.keys[0].device)
+            for states in self.recurrent:
+                states.commit(kept)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def reserve(self, end: int) -> None:
@@ -100,8 +116,17 @@ class RaggedCache:
         for layer in range(len(self.keys)):
             self.keys[layer][index, :, :end] = source.keys[layer][:, :, :end]
             self.values[layer][index, :, :end] = source.values[layer][:, :, :end]
+        for states, others in zip(self.recurrent, source.recurrent, strict=True):
+            states.copy_rows(others, index)
         for row, length in zip(rows, source.lengths, strict=True):
             self.lengths[row] = length
+
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        """Back to length 0, so that the capacity can shrink to what the other rows need."""
+        self.lengths[row] = 0
+        for states in self.recurrent:
+            states.clear(row)
 
     def select(self, rows: list[int]) -> RaggedCache:
         """A cache of ``rows`` only (copies)."""
@@ -109,6 +134,7 @@ class RaggedCache:
         index = torch.tensor(rows, device=self.keys[0].device)
         chosen.keys = [keys[index] for keys in self.keys]
         chosen.values = [values[index] for values in self.values]
+        chosen.recurrent = [states.select(index) for states in self.recurrent]
         chosen.capacity, chosen.limit = self.capacity, self.limit
         chosen.lengths = [self.lengths[row] for row in rows]
         return chosen
@@ -240,9 +266,16 @@ class Decoder:
         self.scale = attention_scale(model)
         self.max_positions = min(max_positions, config.max_position_embeddings)
         self.rotary = RotaryTable(model, self.max_positions, self.dtype)
-        self.blocks = [FusedBlock(layer, self.head_dim, self.dtype) for layer in inner.layers]
         self._views, kinds = self._kinds(model)
-        self._layers = [(index, block, kinds[index]) for index, block in enumerate(self.blocks)]
+        self.blocks = [
+            FusedBlock(layer, self.head_dim, self.dtype) if index in kinds else DeltaBlock(layer, self.dtype)
+            for index, layer in enumerate(inner.layers)
+        ]
+        # With its number among the cache's layers of its sort, and the number of its view (unused without attention).
+        self._layers: list[tuple[int, FusedBlock | DeltaBlock, int]] = [
+            (sum((before in kinds) == (index in kinds) for before in range(index)), block, kinds.get(index, 0))
+            for index, block in enumerate(self.blocks)
+        ]
         self.embedding: Tensor = weight.detach()
         self.embedding_scale = embedding_scale(model)
         self.lm_head: Tensor = output_projection(model).detach()
@@ -264,26 +297,42 @@ class Decoder:
         """An empty cache. Raises ValueError beyond the backbone's context."""
         if limit > self.max_positions:
             raise ValueError(f"{limit} positions asked of a backbone that has {self.max_positions}")
-        return RaggedCache(len(self.blocks), rows, self.kv_heads, limit, self.head_dim, self.dtype, self.device)
+        recurrent = [block.new_states(rows) for block in self.blocks if isinstance(block, DeltaBlock)]
+        attending = len(self.blocks) - len(recurrent)
+        shape = (rows, self.kv_heads, limit, self.head_dim)
+        return RaggedCache(attending, *shape, self.dtype, self.device, recurrent)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: RaggedCache) -> Tensor:
+    def forward(self, tokens: Tensor, cache: RaggedCache, counts: list[int] | None = None) -> Tensor:
         """Final-norm hidden states ``[rows, time, W]`` of ``tokens [rows, time]``, appended to ``cache``.
 
         The cache's lengths stay as they are until ``cache.advance``.
+
+        Args:
+            counts: how many of a row's tokens to keep, where that is known beforehand: the cache is advanced, and
+                what linear-attention layers need for that is freed layer by layer.
         """
+        kept = None if counts is None else torch.tensor(counts, device=self.device)
         slots = Slots(cache, tokens.shape[1], self.group)
         views = [(*table.at(slots.positions), slots.within(window)) for table, window in self._views]
         causal, scale = slots.causal, self.scale
         x = self.embed(tokens)
         beside: list[Tensor] = []
-        for index, block, kind in self._layers:
-            cos, sin, mask = views[kind]
-            q, k, v, gate = block.qkv(x, cos, sin)
-            keys, values = cache.write(index, k, v, slots)
-            x = block.finish(x, attend(q, keys, values, mask, causal, scale), gate)
-            if index + 1 in self.middle_layers:
+        for number, (index, block, kind) in enumerate(self._layers, start=1):
+            if isinstance(block, DeltaBlock):
+                states = cache.recurrent[index]
+                x = block(x, states)
+                if kept is not None:
+                    states.commit(kept)
+            else:
+                cos, sin, mask = views[kind]
+                q, k, v, gate = block.qkv(x, cos, sin)
+                keys, values = cache.write(index, k, v, slots)
+                x = block.finish(x, attend(q, keys, values, mask, causal, scale), gate)
+            if number in self.middle_layers:
                 beside.append(middle.normalised(x))
+        if counts is not None:
+            cache.advance(counts)
         return torch.cat([self.norm(x), *beside], dim=-1) if beside else self.norm(x)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -303,6 +352,5 @@ class Decoder:
         padded = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = torch.tensor(prompt)
-        hidden = self.forward(padded.to(self.device), cache)
-        cache.advance([len(prompt) for prompt in prompts])
+        hidden = self.forward(padded.to(self.device), cache, [len(prompt) for prompt in prompts])
         return cache, [hidden[row, : len(prompt)] for row, prompt in enumerate(prompts)]

@@ -237,5 +237,5 @@ class _Worker:
         completion = Completion(**vars(prompt), completion_ids=written, stop=stop, temperature=self.temperature)
         states = rows.states(row, completion.length)
         rows.prompts[row], rows.written[row] = None, []
-        rows.cache.lengths[row] = 0  # so that the cache can shrink to what the others need
+        rows.cache.clear(row)  # so that the cache can shrink to what the others need
         self.tally.finished(completion, states)
