@@ -20,9 +20,9 @@ def run(stage: Callable[[Config], None], *, before_training: bool = False, proce
     Stages ``before_training`` also refuse a head.checkpoint that is not there, which stage 1 would find out only
     after their work. They do not depend on it otherwise: dvc.yaml names the sections that a script itself reads.
 
-    With ``processes``, the options in SELFSPEC_LAUNCH go to `accelerate launch`, which then starts the stage in
-    several processes or on several machines. An environment variable and not a parameter, so that moving to more
-    of them leaves the lock valid.
+    With ``processes``, the options in SELFSPEC_LAUNCH go to `torchrun`, which then starts the stage in several
+    processes or on several machines (`accelerate launch` starts no second process on a CPU without MPI). An
+    environment variable and not a parameter, so that moving to more of them leaves the lock valid.
 
     A ``SelfspecError`` (bad parameter, missing resource, …) becomes its message on stderr and exit
     code 2. ``--help`` prints the docstring of the stage's module.
@@ -41,9 +41,10 @@ def run(stage: Callable[[Config], None], *, before_training: bool = False, proce
         if before_training:
             require_checkpoint(config.head)
         launch = os.environ.get("SELFSPEC_LAUNCH") if processes else None
-        if launch and "WORLD_SIZE" not in os.environ:
-            command = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(launch), "--module", name]
-            raise SystemExit(subprocess.run(command).returncode)
+        if launch:
+            command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(launch), "--module", name]
+            environment = {key: value for key, value in os.environ.items() if key != "SELFSPEC_LAUNCH"}
+            raise SystemExit(subprocess.run(command, env=environment).returncode)
         stage(config)
     except SelfspecError as error:
         print(f"error: {error}", file=sys.stderr)

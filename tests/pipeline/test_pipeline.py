@@ -251,8 +251,8 @@ def test_a_killed_stage_goes_on_and_several_processes_train_the_same_head(projec
         assert "going on after an interrupted run:" in output
         assert ((project.root / names[0]).read_bytes(), (project.root / names[1]).read_bytes()) == (weights, curve)
         assert not resume.exists()
-        options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
-        project.run(*stage, env={"SELFSPEC_LAUNCH": f"{options} --main_process_port 0"})
+        output = project.run(*stage, env={"SELFSPEC_LAUNCH": "--standalone --nproc_per_node 2"}).stdout
+        assert "training on 2 processes" in output
         losses = [
             [float(row["loss"]) for row in csv.DictReader(io.StringIO(text.decode()))]
             for text in (curve, (project.root / names[1]).read_bytes())

@@ -161,8 +161,7 @@ def test_two_processes_train_as_one(tmp_path):
     curves = []
     for count in (1, 2):
         out = tmp_path / f"{count}.csv"
-        launch = ["accelerate.commands.launch", "--cpu", "--num_processes", str(count), "--num_machines", "1"]
-        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
         done = subprocess.run(
             [sys.executable, "-m", *launch, "--module", "tests.unit.two_processes", str(out)],
             cwd=ROOT,
@@ -172,6 +171,7 @@ def test_two_processes_train_as_one(tmp_path):
             timeout=300,
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        assert ("training on 2 processes" in done.stderr + done.stdout) == (count == 2)
         curves.append(pd.read_csv(out))
     assert len(curves[0]) > 10
     assert curves[0].loss.iloc[0] > curves[0].loss.iloc[-1]

@@ -1,4 +1,4 @@
-"""What `test_regimes.py` starts under `accelerate launch`: one short training, its curve into the file named."""
+"""What `test_regimes.py` starts under `torchrun`: one short training, its curve into the file named."""
 
 from __future__ import annotations
 

@@ -191,6 +191,8 @@ class Trainer:
             for _ in range(done):
                 next(batches)
             self._say(f"going on after an interrupted run: {done} of {steps} steps are done")
+        if self.processes.count > 1:
+            self._say(f"training on {self.processes.count} processes")
         anchors = 0
         with tqdm(
             total=steps, initial=done, desc="training", unit="step", mininterval=2, disable=not self.processes.first

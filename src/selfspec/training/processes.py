@@ -1,6 +1,6 @@
 """Several processes that train on one batch: each takes a share of its sequences, and sums meet.
 
-`accelerate launch` starts and numbers them and Accelerate connects them (gloo on CPUs, NCCL on GPUs). Every
+`torchrun` starts and numbers them and Accelerate connects them (gloo on CPUs, NCCL on GPUs). Every
 process holds all weights and makes the same update, so nothing but gradients and tallies is exchanged.
 """
 
