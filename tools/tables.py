@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from selfspec.benchmark.heldout import ALL
+
 Cell = Mapping[str, Any]
 
 SHARES = ("match", "agreement")
@@ -32,8 +34,8 @@ def label(cell: Cell) -> str:
 
 
 def domains(cells: Iterable[Cell]) -> list[str]:
-    """Each once, in their order."""
-    return list(dict.fromkeys(cell["domain"] for cell in cells))
+    """Each once, in their order; what is over all of them comes last."""
+    return sorted(dict.fromkeys(cell["domain"] for cell in cells), key=lambda domain: domain == ALL)
 
 
 def of_domain(cells: Iterable[Cell], domain: str) -> dict[str, Cell]:
