@@ -287,7 +287,8 @@ def test_the_page_says_what_was_compared(project, ran):
         assert f"| {name} | {shown} |" in page
     for said in ("12 of 24 in data/distill/train", "its layers 1, 4 of 4", "| --seed | 3 |", "One seed was run"):
         assert said in page
-    assert "**all** (4 prompts)" in page
+    titles = [line for line in page.splitlines() if line.startswith("**")]
+    assert titles == ["**chat** (2 prompts)", "**maths** (2 prompts)", "**all** (4 prompts)"]
     assert "| teacher | – | – | – | – | " in page
     assert (project / "reports/cotraining.png").stat().st_size > 1000
 
