@@ -93,6 +93,10 @@ ablations: $(READY)  ## an experiment for each of several losses, heads and init
 	python -m tools.ablations run
 	python -m tools.ablations collect
 
+.PHONY: cotraining
+cotraining: $(READY)  ## heads co-trained with a distilled student against post-hoc ones, into reports/cotraining.* (hours)
+	python -m tools.cotraining $(ARGS)
+
 .PHONY: hooks
 hooks: $(READY)  ## run the linters before each commit
 	pre-commit install

@@ -25,6 +25,7 @@ import yaml
 
 from selfspec import config
 from selfspec.errors import SelfspecError
+from tools import tables
 from tools.recipe import merge
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -158,28 +159,12 @@ def collect(base: dict[str, Any], names: Sequence[str]) -> list[Row]:
 
 def write(rows: Sequence[Row], folder: Path) -> None:
     """Write table, page and figure into ``folder``."""
-    with (folder / "ablations.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerows({**cell, "row": row.name, "changes": row.changes} for cell in row.cells)
+    lines = ({**cell, "row": row.name, "changes": row.changes} for row in rows for cell in row.cells)
+    tables.write_csv(folder / "ablations.csv", COLUMNS, lines)
     (folder / "ablations.md").write_text(page(rows))
     figure(rows, folder / "ablations.png")  # not among reports/figures, which are an output of stage report
     if SCALING.keys() <= {row.name for row in rows}:
         scaling_figure({row.name: row for row in rows}, folder / "data_scaling.png")
-
-
-def _named(row: Row, domain: str) -> dict[str, dict[str, str]]:
-    """A row's cells of one domain by what the table calls them."""
-    return {
-        f"match {cell['depth']}" if cell["metric"] == "match" else "tokens per round": cell
-        for cell in row.cells
-        if cell["domain"] == domain
-    }
-
-
-def _domains(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(cell["domain"] for cell in rows[0].cells))
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -188,33 +173,20 @@ def page(rows: Sequence[Row]) -> str:
         "Acceptance on held-out prompts, teacher-forced on the backbone's own completions, with 95 % bootstrap",
         "intervals over prompts. The same data and seed throughout; each row changes params.yaml as it says.",
     ]
-    for domain in _domains(rows):
-        columns = list(_named(rows[0], domain))
-        prompts = _named(rows[0], domain)[columns[0]]["prompts"]
-        lines += ["", f"**{domain}** ({prompts} prompts)", ""]
-        lines += [f"| row | changes | {' | '.join(columns)} |", "| --- | --- |" + " ---: |" * len(columns)]
-        for row in rows:
-            shown = []
-            for name, cell in _named(row, domain).items():
-                digits = 3 if name.startswith("match") else 2
-                value, low, high = (f"{float(cell[key]):.{digits}f}" for key in ("value", "low", "high"))
-                shown.append(f"{value} [{low}, {high}]")
-            lines.append(f"| {row.name} | `{row.changes}` | {' | '.join(shown)} |")
+    lines += tables.by_domain(["row", "changes"], [([row.name, f"`{row.changes}`"], row.cells) for row in rows])
     return "\n".join(lines) + "\n"
 
 
 def figure(rows: Sequence[Row], path: Path) -> None:
     """Tokens per round of every row, a panel a domain, with intervals."""
-    domains = _domains(rows)
+    domains = tables.domains(rows[0].cells)
     made, axes = plt.subplots(
         1, len(domains), figsize=(2.6 * len(domains) + 1, 0.35 * len(rows) + 1.2), sharey=True, squeeze=False
     )
     for axis, domain in zip(axes[0], domains, strict=True):
-        cells = [_named(row, domain)["tokens per round"] for row in rows]
-        values = [float(cell["value"]) for cell in cells]
-        below = [value - float(cell["low"]) for value, cell in zip(values, cells, strict=True)]
-        above = [float(cell["high"]) - value for value, cell in zip(values, cells, strict=True)]
-        axis.errorbar(values, range(len(rows)), xerr=[below, above], fmt="o", color="#0072b2", capsize=3)
+        cells = [tables.of_domain(row.cells, domain)["tokens per round"] for row in rows]
+        values, reach = tables.bars(cells)
+        axis.errorbar(values, range(len(rows)), xerr=reach, fmt="o", color="#0072b2", capsize=3)
         axis.set(title=domain, xlabel="tokens per round")
     axes[0][0].set_yticks(range(len(rows)), [row.name for row in rows])
     axes[0][0].invert_yaxis()
@@ -227,14 +199,9 @@ def scaling_figure(rows: dict[str, Row], path: Path) -> None:
     """Depth-1 match and tokens per round over the share of the training completions, a line a domain."""
     made, axes = plt.subplots(1, 2, figsize=(8, 3.2))
     for axis, metric in zip(axes, ("match 1", "tokens per round"), strict=True):
-        for domain in _domains(list(rows.values())):
-            cells = [_named(rows[name], domain)[metric] for name in SCALING]
-            values = [float(cell["value"]) for cell in cells]
-            below = [value - float(cell["low"]) for value, cell in zip(values, cells, strict=True)]
-            above = [float(cell["high"]) - value for value, cell in zip(values, cells, strict=True)]
-            axis.errorbar(
-                [100 * share for share in SCALING.values()], values, yerr=[below, above], label=domain, capsize=3
-            )
+        for domain in tables.domains(next(iter(rows.values())).cells):
+            values, reach = tables.bars([tables.of_domain(rows[name].cells, domain)[metric] for name in SCALING])
+            axis.errorbar([100 * share for share in SCALING.values()], values, yerr=reach, label=domain, capsize=3)
         axis.set(xlabel="training completions, %", ylabel=metric, xscale="log")
         axis.set_xticks([100 * share for share in SCALING.values()], [f"{share:.0%}" for share in SCALING.values()])
         axis.minorticks_off()

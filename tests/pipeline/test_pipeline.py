@@ -268,13 +268,13 @@ def test_a_killed_stage_goes_on_and_several_processes_train_the_same_head(projec
 def test_a_wrong_parameter_stops_a_stage_at_once_in_one_line(project):
     path = project.root / "params.yaml"
     kept = path.read_text()
-    path.write_text(kept.replace("learning_rate", "learning_rat", 1))
+    path.write_text(kept.replace("backbone_learning_rate", "backbone_learning_rat", 1))
     done = project.run("python", "-m", "stages.train_ce", check=False)
     path.write_text(kept)
     assert done.returncode == 2, done.stdout
     (line,) = done.stdout.splitlines()
-    assert line.startswith("error: train_ce.learning_rat: got ")
-    assert "did you mean train_ce.learning_rate?" in line
+    assert line.startswith("error: train.backbone_learning_rat: got ")
+    assert "did you mean train.backbone_learning_rate?" in line
 
 
 @pytest.mark.usefixtures("experiment")

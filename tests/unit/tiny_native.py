@@ -18,7 +18,7 @@ from tests.unit import tiny
 from tests.unit.tiny_families import norm_range
 
 # Families in `tiny_families` that ship heads: the format they are in.
-FORMS = {"mimo": "mimo", "qwen3_5-attention": "qwen3_5", "qwen3_next-attention": "qwen3_5"}
+FORMS = {"mimo": "mimo", "qwen3_5-attention": "qwen3_5", "qwen3_5": "qwen3_5", "qwen3_next": "qwen3_5"}
 # By format: the names of MtpLayer's parts, and the prefix of its decoder layer's.
 PARTS = {
     "mimo": {
