@@ -128,9 +128,24 @@ class Texts:
             )
 
 
-def kept_layers(total: int, count: int) -> list[int]:
-    """Indices of ``count`` evenly spaced of ``total`` layers, first and last among them (of one, the first)."""
-    return [round(number * (total - 1) / max(count - 1, 1)) for number in range(count)]
+def kept_layers(total: int, count: int, attention: Sequence[int] = ()) -> list[int]:
+    """Indices of ``count`` evenly spaced of ``total`` layers, first and last among them (of one, the first).
+
+    Args:
+        attention: of a backbone that has linear attention too, the layers without. A model needs one of them, so where
+            none would be kept the nearest to a kept layer takes that one's place.
+    """
+    kept = [round(number * (total - 1) / max(count - 1, 1)) for number in range(count)]
+    if attention and not set(attention) & set(kept):
+        taken, left = min(((new, old) for new in attention for old in kept), key=lambda pair: abs(pair[0] - pair[1]))
+        kept = sorted({*kept, taken} - {left})
+    return kept
+
+
+def _kept(model: PreTrainedModel, count: int) -> list[int]:
+    kinds = getattr(model.config, "layer_types", None) or ()
+    attention = [index for index, kind in enumerate(kinds) if kind != "linear_attention"]
+    return kept_layers(len(_layers(model)), count, attention)
 
 
 def cut(teacher: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -144,7 +159,7 @@ def cut(teacher: PreTrainedModel, count: int) -> PreTrainedModel:
         raise CotrainingError(
             f"--student-layers: got {count}, allowed: 1 to {total - 1}, fewer than the teacher's {total}; change it"
         )
-    kept = kept_layers(total, count)
+    kept = _kept(teacher, count)
     student = copy.deepcopy(teacher)
     layers = nn.ModuleList(_layers(student)[index] for index in kept)
     for number, layer in enumerate(layers):
@@ -308,7 +323,7 @@ def _facts(experiment: Experiment) -> dict[str, str]:
     """All settings by name, for the page."""
     cfg, settings, training = experiment.cfg, experiment.settings, experiment.training
     total = len(_layers(experiment.teacher))
-    layers = ", ".join(str(index + 1) for index in kept_layers(total, settings.student_layers))
+    layers = ", ".join(str(index + 1) for index in _kept(experiment.teacher, settings.student_layers))
     taken = experiment.data(experiment.texts.train, None, settings.fraction).taken
     source = "the teacher's own completions" if cfg.distill.text == "completions" else "documents of the corpus"
     head = {"type": cfg.head.type, "depths": cfg.head.depths, **cfg.head.options, "depth_decay": cfg.head.depth_decay}

