@@ -219,7 +219,7 @@ def test_its_logits_are_those_of_transformers_layer(tmp_path, name, form):
     assert (ours - _reference(model, mtp, hidden)[:-1]).abs().max() > 0.1
 
 
-# MtpModel takes the first norm it finds by name in a layer, which in linear attention is a gated one that it cannot call.
+# MtpModel takes the first norm it finds by name in the last layer; in linear attention that is a gated one.
 @pytest.mark.parametrize("name", ["mimo", "qwen3_5-attention"])
 def test_its_last_logits_are_those_of_transformers_model(tmp_path, name):
     """As stock ``generate(use_mtp=True)`` runs it, where positions count from the token and not from the state."""
