@@ -4,11 +4,15 @@ Each row of a batch has its own length, so rows may accept different numbers of 
 writes its tokens' keys behind each row's valid part without counting them in; ``advance`` then says
 how many to keep. A rejection therefore needs no cropping: the next forward overwrites. The states of linear-attention
 layers follow the same calls: ``forward`` reads them, ``advance`` brings them to the new lengths.
+
+The tokens of one forward may also be the branches of a tree (``Branches``); ``compact`` then moves the ones to keep
+to the front, where ``advance`` counts them in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +35,19 @@ from selfspec.backbones.rotary import RotaryTable
 
 _CAPACITY_STEP = 64  # slots by which the cache of several rows grows
 _FEW_QUERIES = 32  # folded queries a row up to which batched products win
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The new tokens of a forward as branches: which of the slots behind a row's valid length each of them sees.
+
+    Attributes:
+        seen: bool ``[rows or 1, time, ahead + time]``, a token's own slot included.
+        depths: ``[rows or 1, time]`` position of each token, counted from the row's valid length.
+    """
+
+    seen: Tensor
+    depths: Tensor
 
 
 class RaggedCache:
@@ -60,9 +77,13 @@ class RaggedCache:
         self.lengths = [0] * rows
         self.capacity = limit if rows == 1 else 0
         shape = (rows, kv_heads, self.capacity, head_dim)
+        # One row's cache is never resized, so all its layers can lie in one tensor, which `compact` moves at once.
         # Zeros, not empty: masked positions enter the softmax with weight 0, and 0 * NaN is NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self._stack = torch.zeros(2, layers, *shape, dtype=dtype, device=device) if rows == 1 else None
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers if rows > 1 else 0)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers if rows > 1 else 0)]
+        if self._stack is not None:
+            self.keys, self.values = (list(half.unbind(0)) for half in self._stack.unbind(0))
         self.recurrent = list(recurrent)
 
     @property
@@ -77,6 +98,29 @@ class RaggedCache:
                 states.commit(kept)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
+    @torch.inference_mode()
+    def compact(self, chosen: Tensor) -> None:
+        """Move the tokens ``chosen [rows, count]`` of the last forward, by their number in it, to its first slots.
+
+        Rows that keep fewer may name any tokens behind those they keep.
+
+        Raises:
+            ValueError: linear-attention layers, whose states follow one branch only.
+        """
+        if self.recurrent:
+            raise ValueError("branches: the states of linear-attention layers follow one branch only")
+        count = chosen.shape[1]
+        if self._stack is not None:
+            start = self.lengths[0]
+            self._stack[:, :, :, :, start : start + count] = self._stack[:, :, :, :, start + chosen[0]]
+            return
+        rows = torch.arange(self.rows, device=chosen.device)[:, None]
+        starts = torch.tensor(self.lengths, device=chosen.device)[:, None]
+        target = starts + torch.arange(count, device=chosen.device)
+        for layers in (self.keys, self.values):
+            for layer in layers:
+                layer[rows, :, target] = layer[rows, :, starts + chosen]
+
     def reserve(self, end: int) -> None:
         """Make slots up to ``end`` usable.
 
@@ -90,6 +134,7 @@ class RaggedCache:
             self._resize(wanted)
 
     def _resize(self, capacity: int) -> None:
+        self._stack = None
         kept = min(self.capacity, capacity)
         for layers in (self.keys, self.values):
             for index, old in enumerate(layers):
@@ -104,8 +149,8 @@ class RaggedCache:
             keys[:, :, slots.uniform : slots.end] = k.transpose(1, 2)
             values[:, :, slots.uniform : slots.end] = v.transpose(1, 2)
         else:
-            keys[slots.rows, :, slots.positions] = k
-            values[slots.rows, :, slots.positions] = v
+            keys[slots.rows, :, slots.places] = k
+            values[slots.rows, :, slots.places] = v
         return keys[:, :, : slots.read], values[:, :, : slots.read]
 
     def copy_rows(self, source: RaggedCache, rows: list[int]) -> None:
@@ -131,6 +176,7 @@ class RaggedCache:
     def select(self, rows: list[int]) -> RaggedCache:
         """A cache of ``rows`` only (copies)."""
         chosen = object.__new__(RaggedCache)
+        chosen._stack = None
         index = torch.tensor(rows, device=self.keys[0].device)
         chosen.keys = [keys[index] for keys in self.keys]
         chosen.values = [values[index] for values in self.values]
@@ -144,7 +190,8 @@ class Slots:
     """Where the ``time`` new tokens of each row go, and which earlier ones they may see.
 
     Attributes:
-        positions: ``[rows, time]`` cache slot = rotary position of each new token.
+        places: ``[rows, time]`` cache slot of each new token.
+        positions: ``[rows, time]`` its rotary position: the slot, but for branches.
         uniform: the common first slot when all rows have one length, else None (ragged writes).
         end: one past the last slot of any row.
         read: slots attended over.
@@ -152,21 +199,40 @@ class Slots:
         mask: additive, folded for ``group`` heads a key head; None when every new token sees all slots, or ``causal``.
     """
 
-    def __init__(self, cache: RaggedCache, time: int, group: int, ahead: int = 0) -> None:
-        """``ahead``: slots behind each row's valid length to leave as they are (a draft chain's own)."""
+    def __init__(
+        self, cache: RaggedCache, time: int, group: int, ahead: int = 0, branches: Branches | None = None
+    ) -> None:
+        """``ahead``: slots behind each row's valid length to leave as they are (a draft chain's or tree's own)."""
         lengths = [length + ahead for length in cache.lengths]
         self.end = max(lengths) + time
         cache.reserve(self.end)
-        self.dtype, self.group = cache.keys[0].dtype, group
+        self.dtype, self.group, self.ahead, self.branches = cache.keys[0].dtype, group, ahead, branches
         device = cache.keys[0].device
         self.uniform = lengths[0] if len(set(lengths)) == 1 else None
-        self.positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(time, device=device)
+        self.valid = torch.tensor(cache.lengths, device=device)[:, None]
+        self.places = self.valid + torch.arange(ahead, ahead + time, device=device)
+        self.positions = self.places if branches is None else self.valid + branches.depths
         self.rows = torch.arange(len(lengths), device=device)[:, None]
-        self.causal = self.uniform == 0 and time > 1
+        self.causal = self.uniform == 0 and time > 1 and branches is None
         self.read = self.end if self.causal or cache.rows == 1 else cache.capacity
         self.mask: Tensor | None = None
-        if not self.causal and not (cache.rows == 1 and time == 1):
-            self.mask = self._additive(torch.arange(self.read, device=device) > self.positions[..., None])
+        if not self.causal and not (cache.rows == 1 and time == 1 and branches is None):
+            self.mask = self._additive(self._hidden())
+
+    def _hidden(self) -> Tensor:
+        """Bool ``[rows, time, read]``: slots that a new token does not see."""
+        slots = torch.arange(self.read, device=self.places.device)
+        if self.branches is None:
+            return slots > self.places[..., None]
+        seen = self.branches.seen.expand(len(self.places), -1, -1)
+        own = self.valid + torch.arange(seen.shape[2], device=slots.device)
+        hidden = (slots >= self.valid).unsqueeze(1).repeat(1, seen.shape[1], 1)
+        return hidden.scatter_(2, own[:, None].expand_as(seen), ~seen)
+
+    def _slot_positions(self) -> Tensor:
+        """Rotary positions of the slots read, ``[rows, 1, read]``; of branches those of this forward's tokens."""
+        slots = torch.arange(self.read, device=self.places.device).expand(len(self.places), -1)
+        return slots.scatter(1, self.places, self.positions)[:, None]
 
     def within(self, window: int | None) -> Tensor | None:
         """``mask`` for a layer that sees the last ``window`` positions, the token's own included; None: all.
@@ -175,6 +241,9 @@ class Slots:
         """
         if window is None or self.end <= window:
             return self.mask
+        if self.branches is not None:
+            far = self._slot_positions() <= self.positions[..., None] - window
+            return self._additive(self._hidden() | far)
         positions = self.positions[:1, :, None] if self.causal else self.positions[..., None]
         slots = torch.arange(self.read, device=positions.device)
         return self._additive((slots > positions) | (slots <= positions - window))
@@ -293,17 +362,32 @@ class Decoder:
         used = [window for window in views if window in of_layers.values()]
         return [views[window] for window in used], {layer: used.index(of_layers[layer]) for layer in of_layers}
 
-    def new_cache(self, rows: int, limit: int) -> RaggedCache:
-        """An empty cache. Raises ValueError beyond the backbone's context."""
+    @property
+    def recurrent(self) -> bool:
+        """Whether it has linear-attention layers, which cannot follow branches."""
+        return any(isinstance(block, DeltaBlock) for block in self.blocks)
+
+    def new_cache(self, rows: int, limit: int, spare: int = 0) -> RaggedCache:
+        """An empty cache for ``limit`` positions a row, and ``spare`` slots for branches that share positions.
+
+        Raises:
+            ValueError: beyond the backbone's context.
+        """
         if limit > self.max_positions:
             raise ValueError(f"{limit} positions asked of a backbone that has {self.max_positions}")
         recurrent = [block.new_states(rows) for block in self.blocks if isinstance(block, DeltaBlock)]
         attending = len(self.blocks) - len(recurrent)
-        shape = (rows, self.kv_heads, limit, self.head_dim)
+        shape = (rows, self.kv_heads, limit + spare, self.head_dim)
         return RaggedCache(attending, *shape, self.dtype, self.device, recurrent)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: RaggedCache, counts: list[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: RaggedCache,
+        counts: list[int] | None = None,
+        branches: Branches | None = None,
+    ) -> Tensor:
         """Final-norm hidden states ``[rows, time, W]`` of ``tokens [rows, time]``, appended to ``cache``.
 
         The cache's lengths stay as they are until ``cache.advance``.
@@ -311,9 +395,15 @@ class Decoder:
         Args:
             counts: how many of a row's tokens to keep, where that is known beforehand: the cache is advanced, and
                 what linear-attention layers need for that is freed layer by layer.
+            branches: the tokens are not one text but a tree; not with linear-attention layers.
+
+        Raises:
+            ValueError: branches in a backbone with linear-attention layers.
         """
+        if branches is not None and cache.recurrent:
+            raise ValueError("branches: the states of linear-attention layers follow one branch only")
         kept = None if counts is None else torch.tensor(counts, device=self.device)
-        slots = Slots(cache, tokens.shape[1], self.group)
+        slots = Slots(cache, tokens.shape[1], self.group, branches=branches)
         views = [(*table.at(slots.positions), slots.within(window)) for table, window in self._views]
         causal, scale = slots.causal, self.scale
         x = self.embed(tokens)
@@ -345,9 +435,12 @@ class Decoder:
         return self._score(middle.final(hidden, self.hidden_size))
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], limit: int) -> tuple[RaggedCache, list[Tensor]]:
-        """Run prompts of any lengths (right-padded); return the cache and each row's states ``[time, W]``."""
-        cache = self.new_cache(len(prompts), limit)
+    def prefill(self, prompts: list[list[int]], limit: int, spare: int = 0) -> tuple[RaggedCache, list[Tensor]]:
+        """Run prompts of any lengths (right-padded); return the cache and each row's states ``[time, W]``.
+
+        ``limit`` and ``spare`` as in ``new_cache``.
+        """
+        cache = self.new_cache(len(prompts), limit, spare)
         longest = max(map(len, prompts))
         padded = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
